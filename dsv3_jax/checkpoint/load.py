@@ -1,0 +1,68 @@
+"""From a converted checkpoint to a model ready to run: described, restored into its shardings, prepared once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dsv3_jax.checkpoint import store
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.model import rope
+from dsv3_jax.model.options import Options
+from dsv3_jax.model.transformer import Transformer
+from dsv3_jax.sharding import Sharding
+
+Params = dict[str, Any]  # nested, as in the names of the release: params["layers"]["0"]["mlp"]["down_proj"]["weight"]
+
+
+def abstract_model(config: ModelConfig, options: Options, sharding: Sharding, max_seq_len: int) -> tuple[nnx.GraphDef, Params]:
+    """Describe a model without allocating it: its graph, and its parameters as jax.ShapeDtypeStruct with shardings."""
+    graph, state = nnx.get_abstract_model(lambda: Transformer(config, options, sharding, max_seq_len), sharding.mesh)
+    return graph, plain(state)
+
+
+def plain(state: nnx.State) -> Params:
+    """A nested dict with string keys, which jax.jit dispatches ten times faster than an nnx.State."""
+    with_strings = lambda tree: {str(k): with_strings(v) for k, v in tree.items()} if isinstance(tree, Mapping) else tree  # noqa: E731
+    return with_strings(nnx.to_pure_dict(state))
+
+
+def load_model(
+    path: str, config: ModelConfig, options: Options, sharding: Sharding, max_seq_len: int
+) -> tuple[nnx.GraphDef, Params]:
+    """Restore a checkpoint made by convert.py and prepare it for inference.
+
+    Each process reads only its own shards. Plain weights become options.dtype (norms and the router keep what the file stores), and
+    under absorb kv_b_proj becomes w_uk and w_uv. Raises ValueError where the checkpoint does not fit the config.
+    """
+    graph, abstract = abstract_model(config, options, sharding, max_seq_len)
+    del abstract["rope"]
+    params = store.load_params(path, abstract)
+    cos, sin = rope.tables(config, max_seq_len)
+    whole = sharding.named(None, None)
+    params["rope"] = {"cos": jax.device_put(cos, whole), "sin": jax.device_put(sin, whole)}
+    return prepare(graph, params, options, sharding)
+
+
+def prepare(graph: nnx.GraphDef, params: Params, options: Options, sharding: Sharding) -> tuple[nnx.GraphDef, Params]:
+    """Do once what would otherwise be done in every step: cast plain weights, absorb kv_b_proj."""
+    with jax.set_mesh(sharding.mesh):
+        params = _cast(params, options, ())
+        model = nnx.merge(graph, params)
+        if options.attn_impl == "absorb":
+            for block in model.layers:
+                block.self_attn.absorb()
+        graph, state = nnx.split(model)
+    return graph, plain(state)
+
+
+def _cast(tree, options: Options, path: tuple[str, ...]):
+    if isinstance(tree, dict):
+        return {k: _cast(v, options, (*path, k)) for k, v in tree.items()}
+    owner = path[-2]
+    keeps = "norm" in owner or owner in ("gate", "rope") or path[-1] == "weight_scale_inv" or np.dtype(tree.dtype).itemsize == 1
+    return tree if keeps else tree.astype(options.dtype)

@@ -1,0 +1,58 @@
+"""The key-value cache: passed into the forward pass, returned from it, and donated so that it is written in place.
+
+B rows, S slots per row, H heads, R kv_lora_rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.model.options import Options
+from dsv3_jax.sharding import Sharding
+
+LayerCache = tuple[jax.Array, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """What attention remembers.
+
+    layers: one entry per layer: absorb, (latent,) with latent (B, S, 1, R + qk_rope_head_dim), the normalised latent followed by the
+    rotated shared key; naive, (keys, values) with (B, S, H, qk_head_dim) and (B, S, H, v_head_dim). lengths (B,) int32: slots in use.
+    """
+
+    layers: tuple[LayerCache, ...]
+    lengths: jax.Array
+
+
+def layer_shapes(config: ModelConfig, options: Options, batch: int, slots: int) -> list[tuple[int, ...]]:
+    """Shapes of one layer's cache arrays."""
+    if options.attn_impl == "absorb":
+        return [(batch, slots, 1, config.kv_lora_rank + config.qk_rope_head_dim)]
+    heads = (batch, slots, config.num_attention_heads)
+    return [(*heads, config.qk_head_dim), (*heads, config.v_head_dim)]
+
+
+def layer_axes(options: Options) -> tuple[str | None, ...]:
+    """Logical axes of one layer's cache arrays: the latent is shared by all heads, keys and values are cut by head."""
+    return ("batch", None, None if options.attn_impl == "absorb" else "heads", None)
+
+
+def init_cache(config: ModelConfig, options: Options, sharding: Sharding, batch: int, slots: int) -> KVCache:
+    """An empty cache for `batch` rows of `slots` tokens, zeroed and laid out over the mesh."""
+    layout = sharding.named(*layer_axes(options))
+    shapes = layer_shapes(config, options, batch, slots)
+    layer = lambda: tuple(jnp.zeros(s, options.dtype, out_sharding=layout) for s in shapes)  # noqa: E731
+    lengths = jnp.zeros((batch,), jnp.int32, out_sharding=sharding.named("batch"))
+    return KVCache(tuple(layer() for _ in range(config.num_hidden_layers)), lengths)
+
+
+def write(slots: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+    """Put new (B, T, ...) into slots (B, S, ...) at positions (B, T); a position of S or more is dropped, not clamped."""
+    rows = jnp.arange(slots.shape[0])[:, None]
+    return slots.at[rows, positions].set(new.astype(slots.dtype), mode="drop")

@@ -1,0 +1,51 @@
+"""How a model computes, as opposed to what it is: the choices that leave its parameters' meaning alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dsv3_jax.config import ModelConfig
+
+DTYPES = ("bfloat16", "float32")
+ATTN_IMPLS = ("absorb", "naive")
+GEMM_IMPLS = ("bf16", "fp8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Implementation choices of one model.
+
+    dtype: of activations, caches and dequantised weights. attn_impl: cache the latent ('absorb') or per-head keys and values
+    ('naive'). gemm_impl: compute FP8 linears from dequantised weights ('bf16') or from quantised activations ('fp8').
+    gate_dtype: of the router's logits; 'bfloat16' is for parity with the reference. reference_scale_fmt: give ue8m0 activation
+    scales only to the linears to which the reference gives them (q_a, kv_a and routed experts), also for parity.
+    implementation: of the kernels (None, 'xla' or 'triton').
+    """
+
+    dtype: str = "bfloat16"
+    attn_impl: str = "absorb"
+    gemm_impl: str = "bf16"
+    gate_dtype: str = "float32"
+    reference_scale_fmt: bool = False
+    implementation: str | None = None
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("attn_impl", ATTN_IMPLS),
+            ("gemm_impl", GEMM_IMPLS),
+            ("gate_dtype", DTYPES),
+            ("implementation", (None, "xla", "triton")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(map(str, allowed))}")
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise ValueError where the choices do not fit the model."""
+        if self.gemm_impl == "fp8" and config.quantization_config is None:
+            raise ValueError("gemm_impl = 'fp8': the checkpoint's weights are not FP8; use gemm_impl 'bf16'")
+
+    def scale_fmt(self, config: ModelConfig, *, in_reference: bool) -> str | None:
+        """The format of activation scales for one linear; in_reference says whether the reference gives it scale_fmt."""
+        fmt = config.quantization_config.scale_fmt if config.quantization_config else None
+        return None if self.reference_scale_fmt and not in_reference else fmt

@@ -1,0 +1,37 @@
+"""C = A B^T from FP8 codes with block scales, accumulated in float32 and promoted every 128 of K."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dsv3_jax.kernels import dispatch
+from dsv3_jax.kernels.quantize import BLOCK
+
+
+def fp8_gemm(
+    a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array, out_dtype=jnp.float32, *, implementation: str | None = None
+) -> jax.Array:
+    """Multiply quantised activations by a quantised weight.
+
+    a (M, K) float8_e4m3fn with a_scale (M, ceil(K/128)); b (..., N, K) float8_e4m3fn with b_scale (..., ceil(N/128), ceil(K/128)):
+    leading dims of b are weights side by side. Returns (M, prod(...) * N) of out_dtype.
+    Source: fp8_gemm of the reference's kernel.py.
+    """
+    dispatch.choose("fp8_gemm", implementation)
+    m, k = a.shape
+    rows = jnp.repeat(b_scale, BLOCK, axis=-2)[..., : b.shape[-2], :]
+    b, rows = b.reshape(-1, k), rows.reshape(-1, b_scale.shape[-1])
+    pad = -k % BLOCK
+    a, b = jnp.pad(a, ((0, 0), (0, pad))), jnp.pad(b, ((0, 0), (0, pad)))
+
+    def add_block(i, acc):
+        block_a = jax.lax.dynamic_slice_in_dim(a, i * BLOCK, BLOCK, 1).astype(jnp.float32)
+        block_b = jax.lax.dynamic_slice_in_dim(b, i * BLOCK, BLOCK, 1).astype(jnp.float32)
+        product = jnp.einsum("mk,nk->mn", block_a, block_b)
+        scale_a = jax.lax.dynamic_slice_in_dim(a_scale, i, 1, 1)
+        scale_b = jax.lax.dynamic_slice_in_dim(rows, i, 1, 1)
+        return acc + product * scale_a * scale_b.T
+
+    acc = jnp.zeros((m, b.shape[0]), jnp.float32)
+    return jax.lax.fori_loop(0, (k + pad) // BLOCK, add_block, acc).astype(out_dtype)

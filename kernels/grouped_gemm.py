@@ -1,0 +1,59 @@
+"""One GEMM per group of rows, each group with its own weight: the experts' work on tokens sorted by expert.
+
+G groups (experts), P weights side by side (gate and up), N rows out, K columns in.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dsv3_jax.kernels import dispatch
+from dsv3_jax.kernels.fp8_gemm import fp8_gemm
+from dsv3_jax.kernels.quantize import weight_dequant
+
+
+def grouped_gemm(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    x_scale: jax.Array | None = None,
+    w_scale: jax.Array | None = None,
+    out_dtype=jnp.float32,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiply each group's rows by that group's weight; the work follows the rows and the groups that have any.
+
+    x (M, K): rows sorted by group, the first sum(group_sizes) of them in use; w (G, P, N, K); group_sizes (G,) int32, known on the
+    device only. FP8 weights come with w_scale (G, P, ceil(N/128), ceil(K/128)); with x_scale (M, ceil(K/128)) as well x holds FP8
+    codes and the product is the block-scaled FP8 one, without it w is dequantised to x's dtype. Accumulates in float32.
+    Returns (M, P * N) of out_dtype; rows in no group are zero.
+    """
+    dispatch.choose("grouped_gemm", implementation)
+    m, groups = x.shape[0], w.shape[0]
+    tile = min(128, max(8, 1 << (m // groups).bit_length()))  # rows at a time, near the mean group
+    tiles = -(-group_sizes // tile)
+    ends, tile_ends = jnp.cumsum(group_sizes), jnp.cumsum(tiles)
+    pad = [(0, tile), (0, 0)]
+    x = jnp.pad(x, pad)
+    x_scale = None if x_scale is None else jnp.pad(x_scale, pad)
+
+    def one_tile(i, out):
+        g = jnp.searchsorted(tile_ends, i, side="right")
+        row = ends[g] - group_sizes[g] + (i - (tile_ends[g] - tiles[g])) * tile
+        rows = jax.lax.dynamic_slice_in_dim(x, row, tile, 0)
+        weight = jax.lax.dynamic_index_in_dim(w, g, 0, keepdims=False)
+        scale = None if w_scale is None else jax.lax.dynamic_index_in_dim(w_scale, g, 0, keepdims=False)
+        if x_scale is not None:
+            assert scale is not None, "FP8 rows need FP8 weights"
+            y = fp8_gemm(rows, jax.lax.dynamic_slice_in_dim(x_scale, row, tile, 0), weight, scale, jnp.float32, implementation="xla")
+        else:
+            weight = weight if scale is None else weight_dequant(weight, scale, rows.dtype, implementation="xla")
+            y = jnp.einsum("mk,nk->mn", rows, weight.reshape(-1, weight.shape[-1]), preferred_element_type=jnp.float32)
+        # A tile may reach into the next group's rows; that group comes later and overwrites them.
+        return jax.lax.dynamic_update_slice_in_dim(out, y.astype(out_dtype), row, 0)
+
+    out = jnp.zeros((m + tile, w.shape[1] * w.shape[2]), out_dtype)
+    out = jax.lax.fori_loop(0, tile_ends[-1], one_tile, out)[:m]
+    return jnp.where(jnp.arange(m)[:, None] < ends[-1], out, 0)

@@ -1,0 +1,59 @@
+"""Block-wise FP8: activations in 1x128 groups, weights in 128x128 blocks, e4m3 codes and float32 scales.
+
+M tokens, N rows out, K columns in, b(n) = ceil(n / 128). Edge blocks are partial.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dsv3_jax.kernels import dispatch
+
+BLOCK = 128
+FP8 = jnp.float8_e4m3fn
+FP8_MAX = 448.0
+AMAX_FLOOR = 1e-4  # an all-zero group still has a finite, positive scale
+
+
+def act_quant(x: jax.Array, scale_fmt: str | None = None, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Quantise activations per row and per 128 columns.
+
+    x (..., K), float. Returns codes (..., K) float8_e4m3fn and scales (..., b(K)) float32, with
+    scale = max(amax, 1e-4) / 448, rounded up to a power of two before dividing if scale_fmt is 'ue8m0'.
+    Source: act_quant of the reference's kernel.py; DeepSeek-V3 report, section 3.3.
+    """
+    dispatch.choose("act_quant", implementation)
+    *lead, k = x.shape
+    blocks = -(-k // BLOCK)
+    x = x.astype(jnp.float32)
+    padded = jnp.pad(x, [(0, 0)] * len(lead) + [(0, blocks * BLOCK - k)]).reshape(*lead, blocks, BLOCK)
+    amax = jnp.maximum(jnp.abs(padded).max(-1), AMAX_FLOOR)
+    # The barrier keeps XLA from turning the division into a product with 1/448, which rounds differently.
+    scale = amax / jax.lax.optimization_barrier(jnp.float32(FP8_MAX))
+    if scale_fmt == "ue8m0":
+        scale = round_up_to_power_of_two(scale)
+    codes = jnp.clip(padded / scale[..., None], -FP8_MAX, FP8_MAX).astype(FP8)
+    return codes.reshape(*lead, blocks * BLOCK)[..., :k], scale
+
+
+def round_up_to_power_of_two(scale: jax.Array) -> jax.Array:
+    """Round positive normal float32 numbers up to a power of two, exactly: any mantissa bit carries into the exponent."""
+    bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+
+
+def expand_scale(scale: jax.Array, n: int, k: int) -> jax.Array:
+    """Repeat block scales (..., b(N), b(K)) to one scale per element, (..., N, K)."""
+    rows = jnp.repeat(scale, BLOCK, axis=-2)[..., :n, :]
+    return jnp.repeat(rows, BLOCK, axis=-1)[..., :k]
+
+
+def weight_dequant(codes: jax.Array, scale: jax.Array, dtype, *, implementation: str | None = None) -> jax.Array:
+    """Dequantise weights stored in 128x128 blocks.
+
+    codes (..., N, K) float8_e4m3fn, scale (..., b(N), b(K)) float32. Returns (..., N, K) of `dtype`: the float32 product,
+    rounded once. Source: weight_dequant of the reference's kernel.py.
+    """
+    dispatch.choose("weight_dequant", implementation)
+    return (codes.astype(jnp.float32) * expand_scale(scale, *codes.shape[-2:])).astype(dtype)
