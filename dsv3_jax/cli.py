@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging as stdlib_logging
 import os
 import re
 import sys
@@ -53,6 +54,8 @@ def run(main: Callable[[list[str]], int | None]) -> None:
             message = re.sub(r"^flag --(\w+)=None: Flag .* must have a value other than None\.$", r"--\1 is required", _one_line(e))
             sys.exit(_fail(f"{message.removesuffix('.')}; see --help"))
 
+    for name in ("jax", "orbax"):  # which backends are not there, and the like: of interest when something is wrong
+        stdlib_logging.getLogger(name).setLevel(stdlib_logging.WARNING)
     try:
         app.run(guarded, flags_parser=parse)
     except KeyboardInterrupt:  # outside main

@@ -80,14 +80,18 @@ class ModelConfig:
         from dsv3_jax import config_json
 
         if isinstance(source, Mapping):
-            return cls(**config_json.fields_of(dict(source), "config"))
-        path = os.path.expanduser(os.fspath(source))
+            raw, where = dict(source), "config"
+        else:
+            where = os.path.expanduser(os.fspath(source))
+            try:
+                with open(where, encoding="utf-8") as f:
+                    raw = json.load(f)
+            except (json.JSONDecodeError, UnicodeDecodeError) as e:
+                raise ValueError(f"{where}: not valid JSON ({e}); fetch the file again") from e
         try:
-            with open(path, encoding="utf-8") as f:
-                raw = json.load(f)
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
-            raise ValueError(f"{path}: not valid JSON ({e}); fetch the file again") from e
-        return cls(**config_json.fields_of(raw, path))
+            return cls(**config_json.fields_of(raw))
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from e
 
     @property
     def qk_head_dim(self) -> int:
@@ -126,7 +130,8 @@ class ModelConfig:
         _require(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "must be positive or null")
         _require(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "must be positive")
         _require(self.rope_theta > 1, "rope_theta", self.rope_theta, "must be above 1")
-        for name, ids in (("bos_token_id", [self.bos_token_id] if self.bos_token_id is not None else []), ("eos_token_id", self.eos_token_id)):
+        bos = () if self.bos_token_id is None else (self.bos_token_id,)
+        for name, ids in (("bos_token_id", bos), ("eos_token_id", self.eos_token_id)):
             for i in ids:
                 _require(0 <= i < self.vocab_size, name, i, f"must lie in the vocabulary (vocab_size {self.vocab_size})")
         if (q := self.quantization_config) is not None:
@@ -149,7 +154,7 @@ class ModelConfig:
         _require(self.num_experts_per_tok <= live, "num_experts_per_tok", self.num_experts_per_tok,
                  f"must not exceed the {live} experts that topk_group {self.topk_group} of n_group {groups} leaves")
         if self.has_correction_bias and groups > 1:
-            _require(experts // groups >= 2, "n_group", groups, "must leave at least two experts a group: noaux_tc ranks groups by their best two")
+            _require(experts // groups >= 2, "n_group", groups, "must leave at least two a group: noaux_tc adds up each group's best two")
 
 
 def _require(ok: bool, field: str, value: object, constraint: str) -> None:

@@ -9,11 +9,12 @@ from dsv3_jax.config import FAMILIES, ModelConfig, QuantizationConfig, RopeScali
 
 # Keys that say how a model is trained, saved or served by other software, and change nothing here.
 _IGNORED = frozenset(
-    """_attn_implementation _name_or_path architectures attention_dropout attn_implementation auto_map aux_loss_alpha chunk_size_feed_forward
-    decoder_start_token_id dtype ep_size finetuning_task head_dim id2label initializer_range is_decoder is_encoder_decoder label2id license
-    max_window_layers moe_router_bias_update_speed num_attention_layers output_attentions output_hidden_states pad_token_id
-    pretraining_tp problem_type qk_head_dim return_dict rope_interleave router_aux_loss_coef seq_aux sep_token_id
-    tokenizer_class torch_dtype transformers_version unsloth_fixed use_cache use_return_dict""".split()
+    """_attn_implementation _name_or_path architectures attention_dropout attn_implementation auto_map aux_loss_alpha
+    chunk_size_feed_forward decoder_start_token_id dtype ep_size finetuning_task head_dim id2label initializer_range is_decoder
+    is_encoder_decoder label2id license max_window_layers moe_router_bias_update_speed num_attention_layers output_attentions
+    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim return_dict rope_interleave
+    router_aux_loss_coef seq_aux sep_token_id tokenizer_class torch_dtype transformers_version unsloth_fixed use_cache
+    use_return_dict""".split()
 )
 # Keys with one supported value: anything else would change the arithmetic.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "rope_interleave": True, "mlp_bias": False}
@@ -42,15 +43,12 @@ _REFERENCE_DEFAULTS = {
 }  # fmt: skip
 
 
-def fields_of(raw: object, where: str) -> dict:
-    """Return ModelConfig's keyword arguments from a parsed JSON object; `where` names its file in errors (ValueError)."""
+def fields_of(raw: object) -> dict:
+    """Return ModelConfig's keyword arguments from a parsed JSON object; ValueError names the key that does not fit."""
     if not isinstance(raw, dict):
-        raise ValueError(f"{where}: must hold a JSON object, holds {type(raw).__name__}")
-    try:
-        fields = _from_reference(raw) if "dim" in raw and "hidden_size" not in raw else _from_hugging_face(raw)
-        _check_types(fields)
-    except ValueError as e:
-        raise ValueError(f"{where}: {e}") from e
+        raise ValueError(f"must hold a JSON object, holds {type(raw).__name__}")
+    fields = _from_reference(raw) if "dim" in raw and "hidden_size" not in raw else _from_hugging_face(raw)
+    _check_types(fields)
     return fields
 
 
@@ -62,21 +60,26 @@ def _from_hugging_face(raw: dict) -> dict:
     for key, only in _FIXED.items():
         if raw.get(key, only) != only:
             raise ValueError(f"{key} = {raw[key]!r}: only {only!r} is supported")
-    heads = raw.get("num_attention_heads")
-    if raw.get("num_key_value_heads", heads) != heads:
-        raise ValueError(f"num_key_value_heads = {raw['num_key_value_heads']!r}: must equal num_attention_heads ({heads}); MLA has no grouped heads")
+    heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    if kv_heads is not None and kv_heads != heads:
+        raise ValueError(f"num_key_value_heads = {kv_heads!r}: must equal num_attention_heads ({heads}); MLA has no grouped heads")
     known = {f.name: f for f in dataclasses.fields(ModelConfig)}
     unknown = sorted(set(raw) - set(known) - _IGNORED - set(_FIXED) - {"num_key_value_heads"})
     if unknown:
-        hint = "; index_* keys belong to DeepSeek-V3.2, whose sparse attention is not supported" if any(k.startswith("index_") for k in unknown) else ""
+        v32 = any(k.startswith("index_") for k in unknown)
+        hint = "; index_* keys belong to DeepSeek-V3.2, whose sparse attention is not supported" if v32 else ""
         raise ValueError(f"unknown keys: {', '.join(unknown)}{hint}; remove them only if they do not change the arithmetic")
     fields = {k: v for k, v in raw.items() if k in known}
+    if "n_shared_experts" in fields and fields["n_shared_experts"] is None:
+        fields["n_shared_experts"] = 0
     required = [n for n, f in known.items() if f.default is dataclasses.MISSING]
     missing = sorted(n for n in required if fields.get(n) is None)
     if family == "deepseek_v3" and "q_lora_rank" not in fields:
         missing.append("q_lora_rank")
+    if fields.get("topk_method") not in (None, "greedy"):  # no default: 1 group would silently route differently
+        missing += [name for name in ("n_group", "topk_group") if name not in fields]
     if missing:
-        raise ValueError(f"missing keys: {', '.join(missing)}; take config.json from the model's own release")
+        raise ValueError(f"missing keys: {', '.join(sorted(missing))}; take config.json from the model's own release")
     eos = fields.get("eos_token_id")
     fields["eos_token_id"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     for name in ("n_group", "topk_group", "moe_layer_freq", "num_nextn_predict_layers"):
@@ -89,7 +92,8 @@ def _from_hugging_face(raw: dict) -> dict:
 
 def _family(raw: dict) -> str:
     found = raw.get("model_type")
-    arch = (raw.get("architectures") or [None])[0]
+    listed = raw.get("architectures")
+    arch = listed[0] if isinstance(listed, list) and listed else None
     if found is None and arch in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"):
         return "deepseek_v2" if "V2" in arch else "deepseek_v3"
     if found in FAMILIES:
@@ -128,6 +132,8 @@ def _rope_scaling(raw: object) -> RopeScaling | None:
     if not isinstance(raw, dict):
         raise ValueError(f"rope_scaling = {raw!r}: must be an object or null")
     kind = raw.get("rope_type", raw.get("type"))
+    if kind == "default":
+        return None
     if kind != "yarn":
         raise ValueError(f"rope_scaling.type = {kind!r}: only 'yarn' is supported")
     known = {f.name for f in dataclasses.fields(RopeScaling)}
@@ -138,8 +144,7 @@ def _rope_scaling(raw: object) -> RopeScaling | None:
     if missing:
         raise ValueError(f"missing keys in rope_scaling: {', '.join(missing)}")
     for key in known & set(raw):
-        if isinstance(raw[key], bool) or not isinstance(raw[key], (int, float)):
-            raise ValueError(f"rope_scaling.{key} = {raw[key]!r}: must be a number")
+        _check_number(f"rope_scaling.{key}", raw[key])
     return RopeScaling(**{k: raw[k] for k in known & set(raw)})
 
 
@@ -170,6 +175,8 @@ def _from_reference(raw: dict) -> dict:
     fields = {ours: args[theirs] for theirs, ours in _REFERENCE_NAMES.items()}
     sigmoid = args["score_func"] == "sigmoid"
     method = "noaux_tc" if sigmoid else "greedy" if args["n_expert_groups"] == 1 else "group_limited_greedy"
+    for key in ("original_seq_len", "rope_factor", "beta_fast", "beta_slow", "mscale"):
+        _check_number(key, args[key])
     scale = args["mscale"]
     return {
         **fields,
@@ -193,11 +200,16 @@ def _check_types(fields: dict) -> None:
         declared = str(f.type)
         if declared.startswith("int") and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"{f.name} = {value!r}: must be an integer")
-        if declared == "float" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)):
-            raise ValueError(f"{f.name} = {value!r}: must be a finite number")
+        if declared == "float":
+            _check_number(f.name, value)
         if declared == "bool" and not isinstance(value, bool):
             raise ValueError(f"{f.name} = {value!r}: must be true or false")
         if declared == "str" and not isinstance(value, str):
             raise ValueError(f"{f.name} = {value!r}: must be a string")
-        if f.name == "eos_token_id" and not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        if isinstance(value, tuple) and not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
             raise ValueError(f"eos_token_id = {value!r}: must be an integer or a list of integers")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} = {value!r}: must be a finite number")

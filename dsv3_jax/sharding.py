@@ -50,7 +50,7 @@ class Sharding:
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Read 'data=2,model=4' (an axis left out is 1); raises ValueError for anything else."""
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     seen = set()
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, size = part.partition("=")
@@ -69,7 +69,7 @@ def parse_expert_axes(text: str) -> tuple[str, ...]:
     return axes
 
 
-def make_sharding(mesh: str, expert_axes: str = "model", devices: Sequence[jax.Device] | None = None) -> Sharding:
+def make_sharding(mesh: str, expert_axes: str = "model", devices: Sequence | None = None) -> Sharding:
     """Build the mesh on the first devices that it needs.
 
     Raises ValueError when the text is malformed, when there are fewer devices than it asks for, or when it leaves out devices of a

@@ -29,12 +29,16 @@ def act_quant(x: jax.Array, scale_fmt: str | None = None, *, implementation: str
     x = x.astype(jnp.float32)
     padded = jnp.pad(x, [(0, 0)] * len(lead) + [(0, blocks * BLOCK - k)]).reshape(*lead, blocks, BLOCK)
     amax = jnp.maximum(jnp.abs(padded).max(-1), AMAX_FLOOR)
-    # The barrier keeps XLA from turning the division into a product with 1/448, which rounds differently.
-    scale = amax / jax.lax.optimization_barrier(jnp.float32(FP8_MAX))
+    scale = _divide(amax, jnp.float32(FP8_MAX))
     if scale_fmt == "ue8m0":
         scale = round_up_to_power_of_two(scale)
-    codes = jnp.clip(padded / scale[..., None], -FP8_MAX, FP8_MAX).astype(FP8)
+    codes = jnp.clip(_divide(padded, scale[..., None]), -FP8_MAX, FP8_MAX).astype(FP8)
     return codes.reshape(*lead, blocks * BLOCK)[..., :k], scale
+
+
+def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a / b, correctly rounded: without the barrier XLA multiplies by the reciprocal of a broadcast divisor, a last bit off."""
+    return a / jax.lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
 
 
 def round_up_to_power_of_two(scale: jax.Array) -> jax.Array:

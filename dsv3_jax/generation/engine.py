@@ -22,13 +22,14 @@ from dsv3_jax import sharding as sharding_lib
 from dsv3_jax.checkpoint import load, store
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation import sampling as sampling_lib
+from dsv3_jax.generation import steps
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.model.cache import KVCache, init_cache
 from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import Sharding
 
+DEFAULT_SEQ_LEN = 4096
 PREFILL_CHUNK = 2048  # tokens per row in one prefill call: bounds activation memory
-SMALLEST_BUCKET = 16
 
 OnToken = Callable[[int, int], bool | None]
 
@@ -64,10 +65,10 @@ class Engine:
     ):
         self.config, self.options, self.sharding, self.params = config, options, sharding, params
         self.max_seq_len, self.max_batch_size, self.eos_token_ids = max_seq_len, max_batch_size, tuple(eos_token_ids)
-        self._prefill = jax.jit(functools.partial(_prefill, graph), donate_argnames=("cache", "logits"))
-        self._all_logits = jax.jit(functools.partial(_all_logits, graph), donate_argnames="cache")
-        self._decode = jax.jit(functools.partial(_decode, graph), static_argnames="mode", donate_argnames="cache")
-        self._sample = jax.jit(_sample, static_argnames="mode")
+        self._prefill = jax.jit(functools.partial(steps.prefill, graph), donate_argnames=("cache", "logits"))
+        self._append_all = jax.jit(functools.partial(steps.every_token, graph), donate_argnames="cache")
+        self._decode = jax.jit(functools.partial(steps.decode, graph), static_argnames="mode", donate_argnames="cache")
+        self._sample = jax.jit(steps.choose, static_argnames="mode")
         self._init_cache = jax.jit(functools.partial(init_cache, config, options, sharding), static_argnums=(0, 1))
 
     @classmethod
@@ -78,7 +79,7 @@ class Engine:
         dtype: str = "bfloat16",
         attn_impl: str = "absorb",
         gemm_impl: str | None = None,
-        max_seq_len: int = 4096,
+        max_seq_len: int | None = None,
         max_batch_size: int = 8,
         *,
         expert_axes: str = "model",
@@ -90,15 +91,18 @@ class Engine:
         """Load a checkpoint made by convert.py onto a mesh.
 
         mesh: 'data=2,model=4'. dtype: 'bfloat16' or 'float32'. attn_impl: 'absorb' or 'naive'. gemm_impl: 'bf16', 'fp8', or None for
-        fp8 where both the checkpoint and the GPU have it. max_seq_len: prompt and answer together, per row. max_batch_size: rows that
+        fp8 where both the checkpoint and the GPU have it. max_seq_len: prompt and answer together, per row; None for
+        4096 or what the model was trained for, if less. max_batch_size: rows that
         run at once. config: a config.json that replaces the checkpoint's. The rest is documented in Options.
         Raises ValueError, before any weight is read, for arguments that do not fit each other, the model or the devices.
         """
         path = os.path.abspath(os.path.expanduser(os.fspath(path)))
+        cfg = store.read_config(path)
+        cfg = cfg if config is None else ModelConfig.from_json(config)
+        max_seq_len = min(DEFAULT_SEQ_LEN, cfg.max_position_embeddings) if max_seq_len is None else max_seq_len
         for name, value in (("max_seq_len", max_seq_len), ("max_batch_size", max_batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value!r}: must be a positive integer")
-        cfg = ModelConfig.from_json(config) if config is not None else store.read_config(path)
         if max_seq_len > cfg.max_position_embeddings:
             raise ValueError(f"max_seq_len = {max_seq_len}: the model's max_position_embeddings is {cfg.max_position_embeddings}")
         options = Options(dtype, attn_impl, gemm_impl or "bf16", gate_dtype, reference_scale_fmt, implementation)
@@ -124,17 +128,25 @@ class Engine:
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Logits after every token of every prompt: a list of float32 arrays (tokens, vocab_size). Raises as `check_prompt`."""
+        return [logits for logits, _ in self._every_token(prompts)]
+
+    def routing(self, prompts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Where every token of every prompt is routed: topk_ids int32 and topk_weights float32, each (MoE layers, tokens, experts)."""
+        return [routing for _, routing in self._every_token(prompts)]
+
+    def _every_token(self, prompts):
         self._check_all(prompts)
         results = []
         for start in range(0, len(prompts), self.max_batch_size):
-            batch = prompts[start : start + self.max_batch_size]
+            batch, chunks = prompts[start : start + self.max_batch_size], []
             with self._running():
-                cache, chunks = self._start(batch, max(map(len, batch))), []
+                cache = self._start(batch, max(map(len, batch)))
                 for tokens, new in self._chunks(batch):
-                    cache, logits = self._all_logits(self.params, cache, self._put(tokens), self._put(new))
-                    chunks.append(np.asarray(logits))
-            joined = np.concatenate(chunks, axis=1)
-            results += [joined[i, : len(p)] for i, p in enumerate(batch)]
+                    cache, *rest = self._append_all(self.params, cache, self._put(tokens), self._put(new))
+                    chunks.append([np.asarray(a) for a in rest])
+            logits, ids, weights = (np.concatenate(parts, axis=-2) for parts in zip(*chunks, strict=True))
+            for i, p in enumerate(batch):
+                results.append((logits[i, : len(p)], (ids[:, i, : len(p)], weights[:, i, : len(p)])))
         return results
 
     def generate(
@@ -220,16 +232,16 @@ class Engine:
     def _start(self, prompts, slots: int) -> KVCache:
         """An empty cache for these prompts, its rows and slots rounded up so that few shapes are compiled."""
         rows = self.sharding.size("batch")
-        rows *= bucket(-(-len(prompts) // rows), 1)
-        return self._init_cache(rows, bucket(slots))
+        rows *= steps.bucket(-(-len(prompts) // rows), 1)
+        return self._init_cache(rows, steps.bucket(slots))
 
     def _chunks(self, prompts):
         """The prompts as padded arrays: tokens (B, T) and how many of them are real (B,), a chunk of each prompt at a time."""
         data = self.sharding.size("batch")
-        batch = data * bucket(-(-len(prompts) // data), 1)
+        batch = data * steps.bucket(-(-len(prompts) // data), 1)
         longest = max(map(len, prompts))
         for start in range(0, longest, PREFILL_CHUNK):
-            width = min(bucket(longest - start), PREFILL_CHUNK)
+            width = min(steps.bucket(longest - start), PREFILL_CHUNK)
             tokens, new = np.zeros((batch, width), np.int32), np.zeros((batch,), np.int32)
             for i, p in enumerate(prompts):
                 part = p[start : start + width]
@@ -238,38 +250,6 @@ class Engine:
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self.sharding.named("batch", *(None,) * (array.ndim - 1)))
-
-
-def bucket(n: int, smallest: int = SMALLEST_BUCKET) -> int:
-    """The smallest power of two that is at least n and `smallest`."""
-    return max(smallest, 1 << (n - 1).bit_length())
-
-
-def _prefill(graph, params, cache, tokens, new, logits):
-    """Append a chunk; logits (B, V) are replaced in the rows that have tokens in it, by those after the row's last one."""
-    model = nnx.merge(graph, params)
-    hidden, cache = model(tokens, new, cache)
-    ends = jax.vmap(lambda h, i: jax.lax.dynamic_slice_in_dim(h, i, 1))(hidden, jnp.maximum(new - 1, 0))  # (B, 1, D)
-    return cache, jnp.where((new > 0)[:, None], model.lm_head(ends)[:, 0], logits)
-
-
-def _all_logits(graph, params, cache, tokens, new):
-    model = nnx.merge(graph, params)
-    hidden, cache = model(tokens, new, cache)
-    return cache, jax.sharding.reshard(model.lm_head(hidden), jax.P())
-
-
-def _decode(graph, params, cache, tokens, settings, *, mode):
-    model = nnx.merge(graph, params)
-    rows = jax.sharding.reshard(tokens, model.lm_head.sharding.spec("batch"))
-    hidden, cache = model(rows[:, None], jnp.ones_like(rows), cache)
-    return cache, _sample(model.lm_head(hidden)[:, 0], cache.lengths, settings, mode=mode)
-
-
-def _sample(logits, lengths, settings, *, mode):
-    """Every device chooses from whole rows, so that every process reads the same tokens."""
-    whole = jax.P()
-    return sampling_lib.sample(jax.sharding.reshard(logits, whole), settings, jax.sharding.reshard(lengths, whole), mode)
 
 
 def _has_fp8(sharding: Sharding) -> bool:

@@ -1,6 +1,7 @@
 """Multi-head latent attention: projections, then naive (keys and values per head) or absorb (attention in the latent space).
 
-B batch, T tokens, S cache slots, H heads, R kv_lora_rank, N qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim. Source: DeepSeek-V2 report, 2.1.
+B batch, T tokens, S cache slots, H heads, R kv_lora_rank, N qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim.
+Source: DeepSeek-V2 report, section 2.1.
 """
 
 from __future__ import annotations

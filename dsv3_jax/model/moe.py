@@ -17,6 +17,8 @@ from dsv3_jax.model.layers import MLP, Linear, multiply, on_shards, param, swigl
 from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import Sharding
 
+Routing = tuple[jax.Array, jax.Array]  # topk_ids int32 and topk_weights float32, each (B, T, K)
+
 
 def route(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Choose experts: logits (M, E) float32 and the correction bias (E,) or None -> topk_ids (M, K) int32, topk_weights (M, K) float32.
@@ -69,8 +71,8 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(config.moe_intermediate_size * config.n_shared_experts, *common) if config.n_shared_experts else None
         self.config, self.options, self.sharding = common
 
-    def __call__(self, x: jax.Array, valid: jax.Array) -> jax.Array:
-        """x (B, T, D); valid (B, T) bool: padding is routed nowhere. Returns (B, T, D) of x's dtype, summed in float32."""
+    def __call__(self, x: jax.Array, valid: jax.Array) -> tuple[jax.Array, Routing]:
+        """x (B, T, D); valid (B, T) bool: padding is routed nowhere. Returns (B, T, D) of x's dtype, summed in float32, and the routing."""
         linears = [self.experts.gate_up_proj, self.experts.down_proj]
         if self.shared_experts is not None:
             linears += [self.shared_experts.gate_up_proj, self.shared_experts.down_proj]
@@ -80,10 +82,7 @@ class MoE(nnx.Module):
         gate_specs = tuple(self.sharding.spec(*(None,) * g.ndim) for g in gate)
         by_row = self.sharding.spec("batch", None, None)
         in_specs = (by_row, self.sharding.spec("batch", None), gate_specs, specs)
-        y, topk_ids, topk_weights = on_shards(self.sharding, self._local, in_specs, (by_row,) * 3)(x, valid, gate, weights)
-        self.sow(nnx.Intermediate, "topk_ids", topk_ids)
-        self.sow(nnx.Intermediate, "topk_weights", topk_weights)
-        return y
+        return on_shards(self.sharding, self._local, in_specs, (by_row, (by_row, by_row)))(x, valid, gate, weights)
 
     def _local(self, x, valid, gate, weights):
         """One device: route its tokens, run its experts and its part of the shared experts, sum over devices."""
@@ -92,7 +91,7 @@ class MoE(nnx.Module):
         topk_ids, topk_weights = self._route(x, gate)
         y = jnp.zeros(x.shape, jnp.float32)
         if self.shared_experts is not None:
-            y = self._shared(x, *weights[2:])
+            y = self._shared(x, weights[2], weights[3], self.shared_experts.down_proj.scale_fmt)
         everyone = (x, valid, topk_ids, topk_weights)
         if "data" in axes:  # the experts of this device serve the tokens of every data row
             everyone = jax.lax.all_gather(everyone, "data", axis=0, tiled=True)
@@ -100,7 +99,7 @@ class MoE(nnx.Module):
         if "data" in axes:
             routed = jax.lax.psum_scatter(routed, "data", scatter_dimension=0, tiled=True)
         y = jax.lax.psum(y + routed, "model").astype(x.dtype)
-        return y.reshape(b, t, d), topk_ids.reshape(b, t, -1), topk_weights.reshape(b, t, -1)
+        return y.reshape(b, t, d), (topk_ids.reshape(b, t, -1), topk_weights.reshape(b, t, -1))
 
     def _route(self, x, gate):
         # Products of bf16 numbers are exact in float32; the precision keeps a GPU from computing float32 ones in TF32.
@@ -108,8 +107,7 @@ class MoE(nnx.Module):
         logits = logits.astype(self.options.gate_dtype).astype(jnp.float32)
         return route(logits, gate[1] if len(gate) > 1 else None, self.config)
 
-    def _shared(self, x, gate_up, down):
-        fmt = self.shared_experts.down_proj.scale_fmt
+    def _shared(self, x, gate_up, down, fmt):
         h = multiply(x, gate_up, self.options, fmt, x.dtype).reshape(x.shape[0], 2, -1)
         return multiply(swiglu(h, axis=1), down, self.options, fmt, jnp.float32)
 

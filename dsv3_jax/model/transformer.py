@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.model import rope
 from dsv3_jax.model.attention import MLA
 from dsv3_jax.model.cache import KVCache, LayerCache
 from dsv3_jax.model.layers import MLP, Embedding, LMHead, RMSNorm, param
-from dsv3_jax.model.moe import MoE
+from dsv3_jax.model.moe import MoE, Routing
 from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import Sharding
 
@@ -29,11 +28,12 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, sharding)
         self.mlp = MoE(*common) if config.is_moe_layer(layer) else MLP(config.intermediate_size, *common)
 
-    def __call__(self, x, cos, sin, positions, slots, valid, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def __call__(self, x, cos, sin, positions, slots, valid, cache: LayerCache) -> tuple[jax.Array, LayerCache, Routing | None]:
         h, cache = self.self_attn(self.input_layernorm(x), cos, sin, positions, slots, cache)
         x = x + h
         h = self.post_attention_layernorm(x)
-        return x + (self.mlp(h, valid) if isinstance(self.mlp, MoE) else self.mlp(h)), cache
+        h, routing = self.mlp(h, valid) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
+        return x + h, cache, routing
 
 
 class RopeTable(nnx.Module):
@@ -64,10 +64,11 @@ class Transformer(nnx.Module):
         self.lm_head = LMHead(*common)
         self.config = config
 
-    def __call__(self, tokens: jax.Array, new: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def __call__(self, tokens: jax.Array, new: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache, list[Routing]]:
         """Append the first new[b] of tokens[b] to each row b.
 
-        tokens (B, T) int32, new (B,) int32. Returns the hidden state after the last norm (B, T, D), garbage past new[b], and the cache.
+        tokens (B, T) int32, new (B,) int32. Returns the hidden state after the last norm (B, T, D), the cache, and where each MoE
+        layer routed the tokens; past new[b] a row's hidden state and routing mean nothing.
         """
         steps = jnp.arange(tokens.shape[1])
         positions = cache.lengths[:, None] + steps  # (B, T)
@@ -75,8 +76,9 @@ class Transformer(nnx.Module):
         slots = jnp.where(valid, positions, jnp.iinfo(jnp.int32).max)  # padding is written nowhere
         cos, sin = self.rope(positions)
         x = self.embed_tokens(tokens)
-        layers = []
+        layers, routings = [], []
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            x, layer = block(x, cos, sin, positions, slots, valid, layer)
+            x, layer, routing = block(x, cos, sin, positions, slots, valid, layer)
             layers.append(layer)
-        return self.norm(x), KVCache(tuple(layers), cache.lengths + new)
+            routings += [] if routing is None else [routing]
+        return self.norm(x), KVCache(tuple(layers), cache.lengths + new), routings

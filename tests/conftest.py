@@ -1,0 +1,29 @@
+"""Eight fake CPU devices for every test, set up before anything imports jax."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+_FLAG = "--xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One compilation cache for the session and its subprocesses, so that a program that several tests need is compiled once.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"dsv3_jax_test_cache_{os.getuid()}"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def golden_checkpoint(tmp_path_factory):
+    """A function from a family of tests/golden to its Hugging Face folder, which is made once a session: read it only."""
+    from tests.golden import load
+
+    folder = tmp_path_factory.mktemp("golden")
+    return lambda family: load.checkpoint(family, folder)
