@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dsv3_jax.checkpoint.names import SCALE
-from dsv3_jax.checkpoint.preflight import check_foreign, check_target
+from dsv3_jax.checkpoint.preflight import check_foreign, check_target, quant_method
 from dsv3_jax.checkpoint.safetensors_reader import DTYPES, Files, Tensor, open_files, scales_to_float32
 from dsv3_jax.checkpoint.source import (
     INDEX,
@@ -47,12 +47,11 @@ def cast(input_fp8_hf_path: str, output_bf16_hf_path: str) -> list[str]:
     source, target = resolve(input_fp8_hf_path), resolve(output_bf16_hf_path)
     check_is_hugging_face(source)
     raw = read_json(os.path.join(source, "config.json"))
-    quantization = raw.get("quantization_config") or {}
-    block = _block_size(quantization, source)
+    block = _block_size(raw, source)
     faults = Faults()
     folder = read_folder(source, faults)
     check_side_files(source, faults)
-    if not check_foreign(folder, quantization.get("quant_method", "fp8"), faults):
+    if not check_foreign(folder, quant_method(raw), faults):
         _check_scales(folder, block, faults)
     faults.raise_if_any(source)
     headers = {shard: _header(folder, shard) for shard in folder.shards}
@@ -107,8 +106,9 @@ def dequantize(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int] = (
     return values.astype(ml_dtypes.bfloat16)
 
 
-def _block_size(quantization: dict, where: str) -> tuple[int, int]:
-    size = quantization.get("weight_block_size", [BLOCK, BLOCK])
+def _block_size(raw: dict, where: str) -> tuple[int, int]:
+    quantization = raw.get("quantization_config")
+    size = quantization.get("weight_block_size", [BLOCK, BLOCK]) if isinstance(quantization, dict) else [BLOCK, BLOCK]
     if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)):
         raise ValueError(f"{where}/config.json: quantization_config.weight_block_size = {size!r}: must be like [128, 128]")
     return size[0], size[1]

@@ -61,7 +61,7 @@ def inspect(hf_ckpt_path: str | os.PathLike, skip_mtp: bool = False) -> Source:
     raw = read_json(os.path.join(path, "config.json"))
     with open(os.path.join(path, "config.json"), "rb") as f:
         text = f.read()
-    method = (raw.get("quantization_config") or {}).get("quant_method", "fp8")
+    method = quant_method(raw)
     config = ModelConfig.from_json({k: v for k, v in raw.items() if k != "quantization_config" or method == "fp8"})
     folder = read_folder(path, faults)
     check_side_files(path, faults)
@@ -74,6 +74,12 @@ def inspect(hf_ckpt_path: str | os.PathLike, skip_mtp: bool = False) -> Source:
     if changes:
         text = json.dumps({**raw, **changes}, indent=2).encode() + b"\n"
     return Source(folder, config, text, table, notes, mtp)
+
+
+def quant_method(raw: dict) -> str:
+    """Return the method that a config.json names, 'fp8' where it names none."""
+    quantization = raw.get("quantization_config")
+    return str(quantization.get("quant_method", "fp8")) if isinstance(quantization, dict) else "fp8"
 
 
 def check_foreign(folder: Folder, method: str, faults: Faults) -> bool:

@@ -66,8 +66,9 @@ def read_header(path: str) -> dict[str, Tensor]:
         header.pop("__metadata__", None)
         tensors = {}
         for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            tensors[name] = Tensor(name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + begin, end - begin)
+            begin, end = map(int, entry["data_offsets"])
+            shape = tuple(map(int, entry["shape"]))
+            tensors[name] = Tensor(name, str(entry["dtype"]), shape, path, 8 + length + begin, end - begin)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path}: broken safetensors header ({type(e).__name__}: {e}); fetch the file again") from e
     position = 8 + length

@@ -232,16 +232,16 @@ class Engine:
     def _start(self, prompts, slots: int) -> KVCache:
         """An empty cache for these prompts, its rows and slots rounded up so that few shapes are compiled."""
         rows = self.sharding.size("batch")
-        rows *= steps.bucket(-(-len(prompts) // rows), 1)
-        return self._init_cache(rows, steps.bucket(slots))
+        rows *= steps.bucket(-(-len(prompts) // rows))
+        return self._init_cache(rows, steps.bucket(slots, steps.SMALLEST_CACHE))
 
     def _chunks(self, prompts):
         """The prompts as padded arrays: tokens (B, T) and how many of them are real (B,), a chunk of each prompt at a time."""
         data = self.sharding.size("batch")
-        batch = data * steps.bucket(-(-len(prompts) // data), 1)
+        batch = data * steps.bucket(-(-len(prompts) // data))
         longest = max(map(len, prompts))
         for start in range(0, longest, PREFILL_CHUNK):
-            width = min(steps.bucket(longest - start), PREFILL_CHUNK)
+            width = min(steps.bucket(longest - start, steps.SMALLEST_WIDTH), PREFILL_CHUNK)
             tokens, new = np.zeros((batch, width), np.int32), np.zeros((batch,), np.int32)
             for i, p in enumerate(prompts):
                 part = p[start : start + width]

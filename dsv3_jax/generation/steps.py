@@ -11,10 +11,11 @@ from flax import nnx
 
 from dsv3_jax.generation import sampling
 
-SMALLEST_BUCKET = 16
+SMALLEST_WIDTH = 16  # tokens per row in a prefill call
+SMALLEST_CACHE = 128  # slots per row
 
 
-def bucket(n: int, smallest: int = SMALLEST_BUCKET) -> int:
+def bucket(n: int, smallest: int = 1) -> int:
     """The smallest power of two that is at least n and `smallest`: few shapes, so that few programs are compiled."""
     return max(smallest, 1 << (n - 1).bit_length())
 

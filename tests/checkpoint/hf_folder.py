@@ -45,7 +45,8 @@ def read_shard(path: Path) -> dict[str, Entry]:
     length = int(np.frombuffer(data, "<u8", 1)[0])
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__", None)
-    return {n: (e["dtype"], e["shape"], data[8 + length + e["data_offsets"][0] : 8 + length + e["data_offsets"][1]]) for n, e in header.items()}
+    body = data[8 + length :]
+    return {n: (e["dtype"], e["shape"], body[slice(*e["data_offsets"])]) for n, e in header.items()}
 
 
 def read(folder: Path) -> dict[str, Entry]:
@@ -70,18 +71,15 @@ def write_index(folder: Path) -> None:
 
 def edit(folder: Path, change: dict[str, Entry | None], index: bool = True) -> None:
     """Replace, add (to the first shard) or, with None, remove tensors; the index follows unless index is false."""
-    shards = sorted(folder.glob("model*.safetensors"))
-    new = dict(change)
-    for shard in shards:
-        tensors = read_shard(shard)
-        for name in list(tensors):
-            if name in new and (entry := new.pop(name)) is None:
-                del tensors[name]
-            elif name in change:
-                tensors[name] = change[name]  # type: ignore[assignment]
-        write_shard(shard, tensors)
-    if new:
-        write_shard(shards[0], read_shard(shards[0]) | {n: e for n, e in new.items() if e is not None})
+    shards = {path: read_shard(path) for path in sorted(folder.glob("model*.safetensors"))}
+    for name, entry in change.items():
+        tensors = next((t for t in shards.values() if name in t), next(iter(shards.values())))
+        if entry is None:
+            tensors.pop(name, None)
+        else:
+            tensors[name] = entry
+    for path, tensors in shards.items():
+        write_shard(path, tensors)
     if index:
         write_index(folder)
 

@@ -25,7 +25,8 @@ LARGE = hf_folder.V3 | {
 
 def start(*flags: str) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "scripts" / "convert.py"), *flags]
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def blocks(folder: Path) -> dict[str, int]:
@@ -37,25 +38,26 @@ def blocks(folder: Path) -> dict[str, int]:
 def contents(folder: Path) -> dict[str, bytes]:
     """A hash of every file but those that hold the time of the run."""
     skip = ("dsv3_jax.json", "_CHECKPOINT_METADATA", "commit_success.txt")
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).digest() for p in folder.rglob("*") if p.is_file() and p.name not in skip}
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name not in skip]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).digest() for p in files}
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("large") / "hf"
-    hf_folder.make_large(folder, LARGE | {"num_hidden_layers": 6})
+    hf_folder.make_large(folder, LARGE | {"num_hidden_layers": 4})
     return folder
 
 
 def test_peak_memory_and_kill_9_at_several_moments(large, tmp_path):
-    """Half a gigabyte with a budget of 0.1: killed three times, finished, equal to what one run makes; each run in budget."""
+    """Several times the budget: killed three times, finished, equal to what one run makes; each run in budget."""
     size = sum(p.stat().st_size for p in large.iterdir())
-    assert size > 5 * 100e6
-    flags = [f"--hf_ckpt_path={large}", "--max_host_memory_gb=0.1"]
+    assert size > 5 * 70e6
+    flags = [f"--hf_ckpt_path={large}", "--max_host_memory_gb=0.07"]
     status, peak, _, said = hf_folder.run_measured("convert", *flags, f"--save_path={tmp_path / 'whole'}")
     assert status == 0, said
     print(f"peak {peak / 1e6:.0f} MB for {size / 1e6:.0f} MB")
-    assert peak < 100e6 + 300e6
+    assert peak < 70e6 + 300e6
     expected, work = blocks(tmp_path / "whole"), tmp_path / "out.converting"
     for moment in (0.02, 0.4, 0.9):
         before = blocks(work)
@@ -63,7 +65,7 @@ def test_peak_memory_and_kill_9_at_several_moments(large, tmp_path):
         deadline = time.monotonic() + 60
         while len(blocks(work)) < max(moment * len(expected), len(before) + 1):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-            time.sleep(0.01)
+            time.sleep(0.03)
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not (tmp_path / "out").exists()
@@ -174,7 +176,8 @@ for name in ("layers.1.mlp.experts.gate_up_proj.weight", "layers.1.mlp.experts.d
         store.load_params(sys.argv[1], store._nest({name: sharded}))
         print(name, axis, (read() - before) / (leaf.size * leaf.dtype.itemsize))
 """
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     ratios = [float(line.split()[-1]) for line in run.stdout.splitlines()]
     assert len(ratios) == 8 and all(1.0 <= r < 1.01 for r in ratios[:6]) and max(ratios) < 1.1, run.stdout

@@ -106,7 +106,7 @@ def test_damaged_checkpoint(v3_source, v3_converted, tmp_path):
     found = verify(str(v3_source), str(copy)).different
     assert [line.split(":")[0] for line in found] == ["lm_head.weight", "generation_config.json", "tokenizer.json"]
     os.truncate(block, 400)
-    with pytest.raises(ValueError, match="lm_head.weight.*cannot be read; convert again"):
+    with pytest.raises(ValueError, match=r"lm_head.weight.*cannot be read; convert again"):
         verify(str(v3_source), str(copy))
     shutil.rmtree(block.parents[2])
     with pytest.raises(ValueError, match="arrays are missing; convert the checkpoint again"):
