@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import logging
+from collections.abc import Iterator
 
-_TRITON_OPS: frozenset[str] = frozenset()  # the ops that kernels/triton_impl holds
+import jax
+
+TRITON_OPS: frozenset[str] = frozenset()  # the ops that kernels/triton_impl holds
+OLDEST = 89  # Ada: the first compute capability with FP8 tensor cores
+
 _log = logging.getLogger("dsv3_jax")
+_compile_only: contextvars.ContextVar[int | None] = contextvars.ContextVar("compile_only", default=None)
 
 
 def choose(op: str, implementation: str | None) -> str:
     """Return 'xla' or 'triton' for one op; None asks for the best that exists here.
 
-    Raises ValueError when the named implementation does not exist for this op: a named one runs or raises.
+    Raises ValueError when the named implementation does not exist for this op or cannot run here: a named one runs or raises.
     """
     if implementation not in (None, "xla", "triton"):
         raise ValueError(f"implementation = {implementation!r}: must be None, 'xla' or 'triton'")
-    if implementation == "triton" and op not in _TRITON_OPS:
-        raise ValueError(f"implementation = 'triton': {op} has no Triton kernel yet; use 'xla' or None")
-    chosen = implementation or "xla"
+    capability = compute_capability()
+    if implementation == "triton":
+        if op not in TRITON_OPS:
+            raise ValueError(f"implementation = 'triton': {op} has no Triton kernel yet; use 'xla' or None")
+        if capability is None or capability < OLDEST:
+            found = "no GPU is here" if capability is None else f"the GPU has {capability / 10}"
+            raise ValueError(f"implementation = 'triton': {op} needs a GPU of compute capability 8.9 or newer, and {found}; use 'xla'")
+    best = "triton" if op in TRITON_OPS and capability is not None and capability >= OLDEST else "xla"
+    chosen = implementation or best
     _say_once(op, chosen)
     return chosen
+
+
+def compute_capability() -> int | None:
+    """Ten times the compute capability of the GPU that kernels are compiled for (90 for Hopper), None without one."""
+    return _compile_only.get() or _capability_here()
+
+
+@contextlib.contextmanager
+def compile_only(capability: int) -> Iterator[None]:
+    """Within it kernels are traced for a GPU that need not be here: for jax.export, which compiles them without running any."""
+    token = _compile_only.set(capability)
+    try:
+        yield
+    finally:
+        _compile_only.reset(token)
+
+
+@functools.cache
+def _capability_here() -> int | None:
+    if jax.default_backend() != "gpu":
+        return None
+    found = round(10 * float(jax.local_devices()[0].compute_capability))
+    if found < OLDEST:
+        _log.warning("this GPU (compute capability %s) has no FP8 tensor cores: XLA computes everything, in bf16", found / 10)
+    return found
 
 
 @functools.cache

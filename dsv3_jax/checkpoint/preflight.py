@@ -62,7 +62,10 @@ def inspect(hf_ckpt_path: str | os.PathLike, skip_mtp: bool = False) -> Source:
     with open(os.path.join(path, "config.json"), "rb") as f:
         text = f.read()
     method = quant_method(raw)
-    config = ModelConfig.from_json({k: v for k, v in raw.items() if k != "quantization_config" or method == "fp8"})
+    try:  # the family first; a foreign method is named below, with a tensor that shows it
+        config = ModelConfig.from_json({k: v for k, v in raw.items() if k != "quantization_config" or method == "fp8"})
+    except ValueError as e:
+        raise ValueError(f"{os.path.join(path, 'config.json')}: {str(e).removeprefix('config: ')}") from e
     folder = read_folder(path, faults)
     check_side_files(path, faults)
     if check_foreign(folder, method, faults):

@@ -127,6 +127,17 @@ def test_files_beside_the_weights(v3):
         assert (v3.parent / "out" / name).read_bytes() == (v3 / name).read_bytes()
 
 
+def test_arrays_of_zeros(v3):
+    """Zeros are what zarr leaves out unless told otherwise, and Orbax cannot read what is left out."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    dtype, shape, data = hf_folder.read(v3)[name]
+    hf_folder.edit(v3, {name: (dtype, shape, bytes(len(data))), "model.norm.weight": ("BF16", [256], bytes(512))})
+    convert(str(v3), str(v3.parent / "out"))
+    got = store._flatten(ocp.load(str(v3.parent / "out" / "params")))
+    assert same(got["layers.0.self_attn.o_proj.weight"], np.zeros((256, 128), ml_dtypes.float8_e4m3fn))
+    assert same(got["norm.weight"], np.zeros(256, ml_dtypes.bfloat16))
+
+
 def test_skip_mtp(v3_source, tmp_path):
     said = []
     convert(str(v3_source), str(tmp_path / "out"), skip_mtp=True, say=said.append)

@@ -270,3 +270,9 @@ def test_bias_in_bf16_is_widened(v3, tmp_path):
     hf_folder.edit(v3, {name: ("BF16", [8], (values.view(np.uint32) >> 16).astype(np.uint16).tobytes())})
     found = preflight.inspect(v3)
     assert found.dtype(found.targets["layers.1.mlp.gate.e_score_correction_bias"]) == "float32"
+
+
+@pytest.mark.parametrize("value", ["fp8", [], {"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": [64, 64]}])
+def test_quantization_config_that_is_none(v3, value):
+    hf_folder.set_config(v3, quantization_config=value)
+    refused(v3, "config.json", "quantization_config")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.model.moe import route
+from dsv3_jax.model.attention import MLA
+from dsv3_jax.model.moe import MoE, route
+from dsv3_jax.model.options import Options
+from dsv3_jax.sharding import make_sharding
 
 V3 = ModelConfig.from_json("configs/deepseek_v3_671b.json")
 V2_LITE = ModelConfig.from_json("configs/deepseek_v2_lite_16b.json")
@@ -65,3 +70,117 @@ def test_groups_without_a_bias_rank_by_their_best_expert():
     assert chosen([1.0, 0.9, 1.5, -3.0], None, config).keys() == {2}
     with_bias = variant(V3, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=1)
     assert chosen([1.0, 0.9, 1.5, -3.0], [0.0] * 4, with_bias).keys() == {0}
+
+
+def moe_layer(config: ModelConfig, options: Options, mesh: str, seed: int, expert_axes: str = "model"):
+    """A MoE layer with random weights on a mesh, and the same weights as float64 arrays by path."""
+    sharding = make_sharding(mesh, expert_axes)
+    graph, abstract = nnx.get_abstract_model(lambda: MoE(config, options, sharding), sharding.mesh)
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        values = rng.normal(size=leaf.shape) / np.sqrt(leaf.shape[-1])
+        return jax.device_put(jnp.asarray(values, leaf.dtype), leaf.sharding)
+
+    state = jax.tree.map(draw, abstract)
+    flat = {".".join(key.key for key in path[:-1]): np.asarray(v, np.float64) for path, v in jax.tree_util.tree_leaves_with_path(state)}
+    with jax.set_mesh(sharding.mesh):
+        return sharding, nnx.merge(graph, state), flat
+
+
+def run(sharding, layer, *arrays):
+    """The layer's output and routing, for arrays whose first dim is the batch."""
+    with jax.set_mesh(sharding.mesh):
+        put = [jax.device_put(a, sharding.named("batch", *(None,) * (a.ndim - 1))) for a in arrays]
+        y, (ids, weights) = jax.jit(lambda m, *a: m(*a))(layer, *put)
+    return np.asarray(y), np.asarray(ids), np.asarray(weights)
+
+
+def set_gate(sharding, layer, weight=None, bias=None):
+    with jax.set_mesh(sharding.mesh):
+        if weight is not None:
+            layer.gate.weight[...] = jax.device_put(jnp.asarray(weight, layer.gate.weight.dtype), sharding.named(None, None))
+        layer.gate.e_score_correction_bias[...] = jax.device_put(jnp.asarray(bias, jnp.float32), sharding.named(None))
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def moe64(x, w, ids, weights):
+    """Every token through its experts one by one, and through the shared experts, in float64."""
+
+    def mlp(x, gate_up, down):
+        return (silu(x @ gate_up[0].T) * (x @ gate_up[1].T)) @ down.T
+
+    y = mlp(x, w["shared_experts.gate_up_proj.weight"], w["shared_experts.down_proj.weight"])
+    for t, (experts, shares) in enumerate(zip(ids, weights, strict=True)):
+        for e, share in zip(experts, shares, strict=True):
+            y[t] += share * mlp(x[t : t + 1], w["experts.gate_up_proj.weight"][e], w["experts.down_proj.weight"][e])[0]
+    return y
+
+
+FEW = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+SMALL = variant(V3, hidden_size=32, moe_intermediate_size=16, quantization_config=None, **FEW)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expert_axes"), [("model=1", "model"), ("data=2,model=4", "model"), ("data=2,model=4", "data,model"), ("data=8", "data,model")]
+)
+@pytest.mark.parametrize("crowded", [False, True])
+def test_experts_on_a_mesh_against_float64(mesh, expert_axes, crowded):
+    """Crowded: all tokens want the same four experts, far beyond an even share, and none is dropped."""
+    sharding, layer, w = moe_layer(SMALL, Options(dtype="float32"), mesh, 0, expert_axes)
+    bias = np.zeros(16, np.float32)
+    if crowded:
+        bias[[4, 5, 6, 7]] = 10
+    x = np.random.default_rng(1).normal(size=(8, 9, 32)).astype(np.float32)
+    valid = np.arange(9) < np.array([9, 1, 5, 9, 0, 3, 9, 9])[:, None]
+    set_gate(sharding, layer, bias=bias)
+    y, ids, weights = run(sharding, layer, x, valid)
+    if crowded:
+        assert (np.sort(ids, axis=-1) == [4, 5, 6, 7]).all()
+    want = moe64(x[valid].astype(np.float64), w, ids[valid], weights[valid])
+    np.testing.assert_allclose(y[valid], want, atol=2e-5)
+
+
+def test_the_correction_bias_decides_in_float32():
+    """Two experts whose biased scores differ by less than bf16 resolves, in a model that runs in bf16."""
+    config = variant(SMALL, n_group=1, topk_group=1, num_experts_per_tok=1)
+    sharding, layer, _ = moe_layer(config, Options(dtype="bfloat16"), "model=1", 0)
+    bias = np.full(16, -5, np.float32)
+    bias[3], bias[11] = 5.0, 5.001  # bf16 has 5.0 and 5.03125
+    set_gate(sharding, layer, np.zeros((16, 32)), bias)
+    _, ids, _ = run(sharding, layer, jnp.ones((1, 1, 32), jnp.bfloat16), np.ones((1, 1), bool))
+    assert ids.ravel().tolist() == [11]
+
+
+@pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16"])
+def test_gate_dtype(gate_dtype):
+    """Logits 8.0 and 8.01 differ in float32 and tie in bf16, where the first expert wins."""
+    config = variant(SMALL, n_group=1, topk_group=1, num_experts_per_tok=1)
+    sharding, layer, _ = moe_layer(config, Options(dtype="float32", gate_dtype=gate_dtype), "model=1", 0)
+    gate = np.zeros((16, 32), np.float32)
+    gate[2, 0], gate[9, 0] = 8.0, 8.01
+    set_gate(sharding, layer, gate, np.zeros(16))
+    _, ids, _ = run(sharding, layer, np.ones((1, 1, 32), np.float32), np.ones((1, 1), bool))
+    assert ids.ravel().tolist() == [9 if gate_dtype == "float32" else 2]
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_which_linears_get_power_of_two_scales(parity):
+    """ue8m0 reaches every quantised linear; for parity with the reference, q_a, kv_a and routed experts alone."""
+    config = ModelConfig.from_json("configs/deepseek_v3.1_671b.json")
+    options = Options(gemm_impl="fp8", reference_scale_fmt=parity)
+    assert options.scale_fmt(config, in_reference=True) == "ue8m0"
+    assert options.scale_fmt(config, in_reference=False) == (None if parity else "ue8m0")
+    sharding = make_sharding("model=1")
+    with jax.set_mesh(sharding.mesh):
+        attn = nnx.eval_shape(lambda: MLA(config, options, sharding))
+        moe = nnx.eval_shape(lambda: MoE(config, options, sharding))
+    experts, shared = moe.experts, moe.shared_experts
+    assert shared is not None
+    always = [attn.q_a_proj, attn.kv_a_proj_with_mqa, experts.gate_up_proj, experts.down_proj]
+    rest = [attn.q_b_proj, attn.kv_b_proj, attn.o_proj, shared.gate_up_proj, shared.down_proj]
+    assert {linear.scale_fmt for linear in always} == {"ue8m0"}
+    assert {linear.scale_fmt for linear in rest} == {None if parity else "ue8m0"}
