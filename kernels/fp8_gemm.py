@@ -18,7 +18,14 @@ def fp8_gemm(
     leading dims of b are weights side by side. Returns (M, prod(...) * N) of out_dtype.
     Source: fp8_gemm of the reference's kernel.py.
     """
-    dispatch.choose("fp8_gemm", implementation)
+    if dispatch.choose("fp8_gemm", implementation) == "triton":
+        from dsv3_jax.kernels.triton_impl import fp8_gemm_decode
+
+        if a.shape[0] <= fp8_gemm_decode.MOST_ROWS:
+            return fp8_gemm_decode.fp8_gemm_decode(a, a_scale, b, b_scale, out_dtype)
+        from dsv3_jax.kernels.triton_impl import fp8_gemm_large
+
+        return fp8_gemm_large.fp8_gemm_large(a, a_scale, b, b_scale, out_dtype)
     m, k = a.shape
     rows = jnp.repeat(b_scale, BLOCK, axis=-2)[..., : b.shape[-2], :]
     b, rows = b.reshape(-1, k), rows.reshape(-1, b_scale.shape[-1])

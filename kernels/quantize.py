@@ -23,7 +23,10 @@ def act_quant(x: jax.Array, scale_fmt: str | None = None, *, implementation: str
     scale = max(amax, 1e-4) / 448, rounded up to a power of two before dividing if scale_fmt is 'ue8m0'.
     Source: act_quant of the reference's kernel.py; DeepSeek-V3 report, section 3.3.
     """
-    dispatch.choose("act_quant", implementation)
+    if dispatch.choose("act_quant", implementation) == "triton":
+        from dsv3_jax.kernels.triton_impl import quantize as triton_impl
+
+        return triton_impl.act_quant(x, scale_fmt)
     *lead, k = x.shape
     blocks = -(-k // BLOCK)
     x = x.astype(jnp.float32)
@@ -34,6 +37,37 @@ def act_quant(x: jax.Array, scale_fmt: str | None = None, *, implementation: str
         scale = round_up_to_power_of_two(scale)
     codes = jnp.clip(_divide(padded, scale[..., None]), -FP8_MAX, FP8_MAX).astype(FP8)
     return codes.reshape(*lead, blocks * BLOCK)[..., :k], scale
+
+
+def rms_norm_quant(
+    x: jax.Array, weight: jax.Array, eps: float, scale_fmt: str | None = None, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """RMSNorm and act_quant in one pass over memory.
+
+    x (..., K), weight (K,). The norm is taken in float32 and rounded to x's dtype before it is quantised, as model.layers.RMSNorm
+    followed by act_quant does. Returns codes and scales as act_quant.
+    """
+    if dispatch.choose("rms_norm_quant", implementation) == "triton":
+        from dsv3_jax.kernels.triton_impl import quantize as triton_impl
+
+        return triton_impl.rms_norm_quant(x, weight, eps, scale_fmt)
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return act_quant((y * weight.astype(jnp.float32)).astype(x.dtype), scale_fmt, implementation="xla")
+
+
+def swiglu_quant(gate_up: jax.Array, scale_fmt: str | None = None, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """silu(gate) * up and act_quant in one pass over memory.
+
+    gate_up (..., 2, F), gate at 0 and up at 1. The product is taken in float32 and rounded to gate_up's dtype before it is
+    quantised, as model.layers.swiglu followed by act_quant does. Returns codes (..., F) and scales (..., b(F)).
+    """
+    if dispatch.choose("swiglu_quant", implementation) == "triton":
+        from dsv3_jax.kernels.triton_impl import quantize as triton_impl
+
+        return triton_impl.swiglu_quant(gate_up, scale_fmt)
+    gate, up = (gate_up[..., i, :].astype(jnp.float32) for i in (0, 1))
+    return act_quant((jax.nn.silu(gate) * up).astype(gate_up.dtype), scale_fmt, implementation="xla")
 
 
 def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -71,5 +105,8 @@ def weight_dequant(codes: jax.Array, scale: jax.Array, dtype, *, implementation:
     codes (..., N, K) float8_e4m3fn, scale (..., b(N), b(K)) float32. Returns (..., N, K) of `dtype`: the float32 product,
     rounded once. Source: weight_dequant of the reference's kernel.py.
     """
-    dispatch.choose("weight_dequant", implementation)
+    if dispatch.choose("weight_dequant", implementation) == "triton":
+        from dsv3_jax.kernels.triton_impl import quantize as triton_impl
+
+        return triton_impl.weight_dequant(codes, scale, dtype)
     return (codes.astype(jnp.float32) * expand_scale(scale, *codes.shape[-2:])).astype(dtype)
