@@ -4,17 +4,19 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint requirements clean
+.PHONY: help setup cuda demo test lint requirements clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo_output
 PYTEST_ARGS ?=
+WORKERS ?= 2
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 demo: export JAX_PLATFORMS = cpu
 
 help:
 	@echo "make setup         make $(VENV) with everything in it (the others do that when it is needed)"
+	@echo "make cuda          add what NVIDIA GPUs need (CUDA 13)"
 	@echo "make demo          small FP8 checkpoint -> convert -> verify -> one answer, in $(DEMO)/"
 	@echo "make test          the tests, on 8 fake CPU devices"
 	@echo "make lint          ruff and pyright"
@@ -37,8 +39,15 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	echo "Making $(VENV) with $$("$$found" --version) ($$found)"; \
 	"$$found" -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --config-settings editable_mode=compat
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"; \
+	fi
 	@touch $@
+
+# On a machine with NVIDIA GPUs: what JAX and the kernels need to run on them.
+cuda: setup
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[cuda]' --config-settings editable_mode=compat
 
 demo: setup
 	@rm -rf $(DEMO)
@@ -53,7 +62,7 @@ demo: setup
 	printf 'What is the capital of France?\n/exit\n' | $(BIN)/python scripts/generate.py --ckpt_path=$(DEMO)/ckpt --interactive --max_new_tokens=32 --max_seq_len=128
 
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check

@@ -32,9 +32,8 @@ def run(main: Callable[[list[str]], int | None]) -> None:
             code = main(argv)
             sys.stdout.flush()
             return code
-        except BrokenPipeError:  # e.g. `| head`: the reader left, and nobody is there to read a message
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
+        except BrokenPipeError:
+            raise  # dealt with below, as for --help
         except (ValueError, OSError) as e:
             if logging.get_verbosity() >= logging.DEBUG:
                 traceback.print_exc()
@@ -46,18 +45,20 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     def parse(argv: list[str]) -> list[str]:
         given = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
         if any(a in _HELP for a in given):
-            print(usage(main))
+            print(usage(main), flush=True)
             sys.exit(0)
         try:
             return flags.FLAGS(argv)
         except flags.Error as e:
-            message = re.sub(r"^flag --(\w+)=None: Flag .* must have a value other than None\.$", r"--\1 is required", _one_line(e))
-            sys.exit(_fail(f"{message.removesuffix('.')}; see --help"))
+            sys.exit(_fail(f"{_flag_errors(_one_line(e))}; see --help"))
 
     for name in ("jax", "orbax"):  # which backends are not there, and the like: of interest when something is wrong
         stdlib_logging.getLogger(name).setLevel(stdlib_logging.WARNING)
     try:
         app.run(guarded, flags_parser=parse)
+    except BrokenPipeError:  # e.g. `| head`: the reader left, and nobody is there to read a message
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:  # outside main
         sys.exit(130)
 
@@ -74,6 +75,8 @@ def usage(main: Callable) -> str:
         value = "" if flag.boolean else "=" + ("|".join(values) if values else flag.name.rsplit("_", 1)[-1].upper())
         lines.append(f"  --{flag.name}{value}")
         lines += textwrap.wrap(text + default, 108, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    stem = os.path.splitext(os.path.basename(inspect.getfile(main)))[0]
+    lines += ["", f"dsv3-{stem.replace('_', '-')} lies in .venv/bin after `make setup`; python scripts/{stem}.py is the same."]
     return "\n".join(lines)
 
 
@@ -93,6 +96,52 @@ def note(text: str) -> None:
     if not jax.distributed.is_initialized() or jax.process_index() == 0:
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
+
+
+class LogNotes(stdlib_logging.Handler):
+    """Shows, through `note`, what the package logs: warnings at once, and what ran in one line each time that `say` is called.
+
+    The kernels log a line an op, at the moment in which it is first compiled: in the midst of an answer, most of them.
+    """
+
+    def __init__(self, logger: str = "dsv3_jax"):
+        super().__init__(stdlib_logging.INFO)
+        self._kernels: dict[str, list[str]] = {}  # implementation -> ops
+        self._others: list[str] = []
+        log = stdlib_logging.getLogger(logger)
+        log.addHandler(self)
+        log.setLevel(stdlib_logging.INFO)
+        log.propagate = False  # absl's handler would show warnings a second time, and in every process
+
+    def emit(self, record: stdlib_logging.LogRecord) -> None:
+        message = record.getMessage()
+        op, is_kernel, implementation = message.partition(" runs on ")
+        if record.levelno >= stdlib_logging.WARNING:
+            note(f"{record.levelname.lower()}: {message}")
+        elif is_kernel:
+            self._kernels.setdefault(implementation, []).append(op)
+        else:
+            self._others.append(message)
+
+    def say(self) -> None:
+        """Print what has come since the last call, if anything: `kernels: attend, grouped_gemm on xla`."""
+        kernels = "; ".join(f"{', '.join(ops)} on {implementation}" for implementation, ops in self._kernels.items())
+        for line in ([f"kernels: {kernels}"] if kernels else []) + self._others:
+            note(line)
+        self._kernels.clear()
+        self._others.clear()
+
+
+def _flag_errors(text: str) -> str:
+    """absl's lines about wrong flags as one, and the flags that are missing in one clause."""
+    missing, others = [], []
+    for line in text.splitlines():
+        found = re.fullmatch(r"flag (--\w+)=None: Flag .* must have a value other than None\.", line)
+        missing.append(found[1]) if found else others.append(line.removesuffix("."))
+    if missing:
+        named = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        others.append(f"{named} {'is' if len(missing) == 1 else 'are'} required")
+    return "; ".join(others)
 
 
 def _fail(message: str) -> int:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+_HUGE = 2**31  # sizes and token ids are int32 on a device
 BLOCK = 128  # rows and columns that share one FP8 scale
 
 
@@ -86,7 +87,7 @@ class ModelConfig:
             try:
                 with open(where, encoding="utf-8") as f:
                     raw = json.load(f)
-            except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            except ValueError as e:  # also bytes that are no UTF-8, and integers of thousands of digits
                 raise ValueError(f"{where}: not valid JSON ({e}); fetch the file again") from e
         try:
             return cls(**config_json.fields_of(raw))
@@ -121,6 +122,9 @@ class ModelConfig:
     def _check_sizes(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if value is None or not str(field.type).startswith("int"):
+                continue
+            _require(value < _HUGE, field.name, value, f"must be below {_HUGE:,}: no model of this family comes near")
             if field.type == "int" and field.name not in ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"):
                 _require(value > 0, field.name, value, "must be positive")
         for name in ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"):
@@ -130,6 +134,8 @@ class ModelConfig:
         _require(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "must be positive or null")
         _require(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "must be positive")
         _require(self.rope_theta > 1, "rope_theta", self.rope_theta, "must be above 1")
+        _require(self.first_k_dense_replace <= self.num_hidden_layers, "first_k_dense_replace", self.first_k_dense_replace,
+                 f"must not exceed num_hidden_layers ({self.num_hidden_layers})")
         bos = () if self.bos_token_id is None else (self.bos_token_id,)
         for name, ids in (("bos_token_id", bos), ("eos_token_id", self.eos_token_id)):
             for i in ids:
@@ -139,9 +145,7 @@ class ModelConfig:
                      f"must be [{BLOCK}, {BLOCK}], the only block size this family is published with")
             _require(q.scale_fmt in (None, "ue8m0"), "quantization_config.scale_fmt", q.scale_fmt, "must be absent or 'ue8m0'")
         if (r := self.rope_scaling) is not None:
-            _require(r.factor >= 1, "rope_scaling.factor", r.factor, "must be at least 1")
-            _require(r.original_max_position_embeddings > 0, "rope_scaling.original_max_position_embeddings",
-                     r.original_max_position_embeddings, "must be positive")
+            _check_yarn(r)
 
     def _check_routing(self):
         _require(self.scoring_func in ("softmax", "sigmoid"), "scoring_func", self.scoring_func, "must be 'softmax' or 'sigmoid'")
@@ -149,6 +153,7 @@ class ModelConfig:
         _require(self.topk_method in methods, "topk_method", self.topk_method, f"must be one of {', '.join(methods)}")
         experts, groups = self.n_routed_experts, self.n_group
         _require(experts % groups == 0, "n_group", groups, f"must divide n_routed_experts ({experts})")
+        _require(self.routed_scaling_factor > 0, "routed_scaling_factor", self.routed_scaling_factor, "must be positive")
         _require(self.topk_group <= groups, "topk_group", self.topk_group, f"must not exceed n_group ({groups})")
         live = experts if self.topk_method == "greedy" else experts // groups * self.topk_group
         _require(self.num_experts_per_tok <= live, "num_experts_per_tok", self.num_experts_per_tok,
@@ -157,6 +162,24 @@ class ModelConfig:
             _require(experts // groups >= 2, "n_group", groups, "must leave at least two a group: noaux_tc adds up each group's best two")
 
 
+def _check_yarn(r: RopeScaling) -> None:
+    length, name = r.original_max_position_embeddings, "rope_scaling.original_max_position_embeddings"
+    _require(isinstance(length, int), name, length, "must be an integer, as it is a number of positions")
+    _require(0 < length < _HUGE, name, length, f"must be positive and below {_HUGE:,}")
+    _require(r.factor >= 1, "rope_scaling.factor", r.factor, "must be at least 1")
+    _require(r.beta_slow > 0, "rope_scaling.beta_slow", r.beta_slow, "must be positive: YaRN takes its logarithm")
+    _require(r.beta_fast > 0, "rope_scaling.beta_fast", r.beta_fast, "must be positive: YaRN takes its logarithm")
+    _require(r.beta_fast >= r.beta_slow, "rope_scaling.beta_fast", r.beta_fast, f"must not be below beta_slow ({r.beta_slow})")
+    _require(r.mscale >= 0, "rope_scaling.mscale", r.mscale, "must not be negative")
+    _require(r.mscale_all_dim >= 0, "rope_scaling.mscale_all_dim", r.mscale_all_dim, "must not be negative")
+
+
 def _require(ok: bool, field: str, value: object, constraint: str) -> None:
     if not ok:
-        raise ValueError(f"{field} = {value!r}: {constraint}")
+        raise ValueError(f"{field} = {shown(value)}: {constraint}")
+
+
+def shown(value: object) -> str:
+    """Return how a message shows a value: repr, cut short in the middle; integers of thousands of digits have no repr."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"

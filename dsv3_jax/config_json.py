@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
-from dsv3_jax.config import FAMILIES, ModelConfig, QuantizationConfig, RopeScaling
+from dsv3_jax.config import FAMILIES, ModelConfig, QuantizationConfig, RopeScaling, shown
 
 # Keys that say how a model is trained, saved or served by other software, and change nothing here.
 _IGNORED = frozenset(
     """_attn_implementation _name_or_path architectures attention_dropout attn_implementation auto_map aux_loss_alpha
     chunk_size_feed_forward decoder_start_token_id dtype ep_size finetuning_task head_dim id2label initializer_range is_decoder
     is_encoder_decoder label2id license max_window_layers moe_router_bias_update_speed num_attention_layers output_attentions
-    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim return_dict rope_interleave
-    router_aux_loss_coef seq_aux sep_token_id tokenizer_class torch_dtype transformers_version unsloth_fixed use_cache
+    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim return_dict router_aux_loss_coef
+    seq_aux sep_token_id tokenizer_class torch_dtype transformers_version unsloth_fixed use_cache
     use_return_dict""".split()
 )
+_FLOAT32_MAX = 3.4028234e38
 # Keys with one supported value: anything else would change the arithmetic.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "rope_interleave": True, "mlp_bias": False}
 # Values that a family's own code fixes, so that some of its files leave them out.
@@ -24,6 +24,9 @@ _FAMILY_DEFAULTS = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "kimi_k2": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
+_ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM",
+}  # fmt: skip
 _NULLABLE = ("q_lora_rank", "bos_token_id", "eos_token_id", "rope_scaling", "quantization_config")
 _REFERENCE_NAMES = {
     "vocab_size": "vocab_size", "dim": "hidden_size", "inter_dim": "intermediate_size", "moe_inter_dim": "moe_intermediate_size",
@@ -63,6 +66,7 @@ def _from_hugging_face(raw: dict) -> dict:
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if kv_heads is not None and kv_heads != heads:
         raise ValueError(f"num_key_value_heads = {kv_heads!r}: must equal num_attention_heads ({heads}); MLA has no grouped heads")
+    _check_head_dims(raw)
     known = {f.name: f for f in dataclasses.fields(ModelConfig)}
     unknown = sorted(set(raw) - set(known) - _IGNORED - set(_FIXED) - {"num_key_value_heads"})
     if unknown:
@@ -94,9 +98,13 @@ def _family(raw: dict) -> str:
     found = raw.get("model_type")
     listed = raw.get("architectures")
     arch = listed[0] if isinstance(listed, list) and listed else None
-    if found is None and arch in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"):
-        return "deepseek_v2" if "V2" in arch else "deepseek_v3"
+    if found is None and arch in _ARCHITECTURES.values():
+        return "deepseek_v2" if arch == _ARCHITECTURES["deepseek_v2"] else "deepseek_v3"
     if found in FAMILIES:
+        named = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        if any(name != _ARCHITECTURES[found] for name in named):
+            raise ValueError(f"architectures = {listed!r} contradicts model_type = {found!r}, which goes with {_ARCHITECTURES[found]}; "
+                             "take config.json from the model's own release")  # fmt: skip
         return found
     hint = ""
     if found in ("llama", "qwen2"):
@@ -108,6 +116,17 @@ def _family(raw: dict) -> str:
     raise ValueError(f"model_type = {found!r} (architecture {arch}): supported are {', '.join(FAMILIES)}{hint}")
 
 
+def _check_head_dims(raw: dict) -> None:
+    """Hold the two widths that follow from others to what they follow from; head_dim means either of two, as software differs."""
+    nope, rope = raw.get("qk_nope_head_dim"), raw.get("qk_rope_head_dim")
+    if not isinstance(nope, int) or not isinstance(rope, int):
+        return  # said elsewhere
+    for key, allowed in (("qk_head_dim", (nope + rope,)), ("head_dim", (rope, nope + rope, raw.get("v_head_dim")))):
+        if raw.get(key) is not None and raw[key] not in allowed:
+            raise ValueError(f"{key} = {shown(raw[key])}: contradicts qk_nope_head_dim {nope} and qk_rope_head_dim {rope}; "
+                             "take config.json from the model's own release")  # fmt: skip
+
+
 def _unfold_rope_parameters(raw: dict) -> dict:
     rope = raw["rope_parameters"]
     rest = {k: v for k, v in raw.items() if k != "rope_parameters"}
@@ -117,7 +136,7 @@ def _unfold_rope_parameters(raw: dict) -> dict:
         raise ValueError(f"rope_parameters = {rope!r}: must be an object")
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
-    plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
+    plain = _rope_type(scaling, "rope_parameters") in (None, "default")
     unfolded = {"rope_theta": theta, "rope_scaling": None if plain else scaling}
     if raw.get("rope_theta", theta) != theta:
         raise ValueError(f"rope_theta = {raw['rope_theta']!r} contradicts rope_parameters.rope_theta = {theta!r}; keep one")
@@ -126,12 +145,19 @@ def _unfold_rope_parameters(raw: dict) -> dict:
     return {**rest, **unfolded}
 
 
+def _rope_type(raw: dict, where: str) -> object:
+    kind = raw.get("rope_type", raw.get("type"))
+    if raw.get("type", kind) != kind:
+        raise ValueError(f"{where}.type = {raw['type']!r} contradicts {where}.rope_type = {kind!r}; keep one")
+    return kind
+
+
 def _rope_scaling(raw: object) -> RopeScaling | None:
     if raw is None:
         return None
     if not isinstance(raw, dict):
         raise ValueError(f"rope_scaling = {raw!r}: must be an object or null")
-    kind = raw.get("rope_type", raw.get("type"))
+    kind = _rope_type(raw, "rope_scaling")
     if kind == "default":
         return None
     if kind != "yarn":
@@ -145,6 +171,7 @@ def _rope_scaling(raw: object) -> RopeScaling | None:
         raise ValueError(f"missing keys in rope_scaling: {', '.join(missing)}")
     for key in known & set(raw):
         _check_number(f"rope_scaling.{key}", raw[key])
+    _check_integer("rope_scaling.original_max_position_embeddings", raw["original_max_position_embeddings"])
     return RopeScaling(**{k: raw[k] for k in known & set(raw)})
 
 
@@ -172,11 +199,16 @@ def _from_reference(raw: dict) -> dict:
     args = {**_REFERENCE_DEFAULTS, **raw}
     if args["dtype"] not in ("bf16", "fp8"):
         raise ValueError(f"dtype = {args['dtype']!r}: must be 'bf16' or 'fp8'")
+    if args["scale_fmt"] not in (None, "ue8m0"):
+        raise ValueError(f"scale_fmt = {args['scale_fmt']!r}: must be absent or 'ue8m0'")
+    if args["scale_fmt"] and args["dtype"] == "bf16":
+        raise ValueError(f"scale_fmt = {args['scale_fmt']!r} contradicts dtype = 'bf16': set dtype to 'fp8', or remove it")
     fields = {ours: args[theirs] for theirs, ours in _REFERENCE_NAMES.items()}
     sigmoid = args["score_func"] == "sigmoid"
     method = "noaux_tc" if sigmoid else "greedy" if args["n_expert_groups"] == 1 else "group_limited_greedy"
     for key in ("original_seq_len", "rope_factor", "beta_fast", "beta_slow", "mscale"):
         _check_number(key, args[key])
+    _check_integer("original_seq_len", args["original_seq_len"])
     scale = args["mscale"]
     return {
         **fields,
@@ -198,8 +230,8 @@ def _check_types(fields: dict) -> None:
         if f.name not in fields or (value is None and f.name in _NULLABLE):
             continue
         declared = str(f.type)
-        if declared.startswith("int") and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ValueError(f"{f.name} = {value!r}: must be an integer")
+        if declared.startswith("int"):
+            _check_integer(f.name, value)
         if declared == "float":
             _check_number(f.name, value)
         if declared == "bool" and not isinstance(value, bool):
@@ -210,6 +242,11 @@ def _check_types(fields: dict) -> None:
             raise ValueError(f"eos_token_id = {value!r}: must be an integer or a list of integers")
 
 
+def _check_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} = {value!r}: must be an integer")
+
+
 def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} = {value!r}: must be a finite number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _FLOAT32_MAX:
+        raise ValueError(f"{name} = {shown(value)}: must be a finite number, in the range of float32")

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 
 import jax
 
-TRITON_OPS: frozenset[str] = frozenset()  # the ops that kernels/triton_impl holds
+# The ops that kernels/triton_impl holds: they run when they are named.
+TRITON_OPS = frozenset(
+    "act_quant rms_norm_quant swiglu_quant weight_dequant fp8_gemm grouped_gemm sort_by_expert mla_decode mla_prefill".split()
+)
+# Those of them that run without being named; an op joins once the whole engine has been measured with it on a GPU.
+PREFERRED: frozenset[str] = frozenset()
 OLDEST = 89  # Ada: the first compute capability with FP8 tensor cores
 
 _log = logging.getLogger("dsv3_jax")
@@ -18,7 +23,7 @@ _compile_only: contextvars.ContextVar[int | None] = contextvars.ContextVar("comp
 
 
 def choose(op: str, implementation: str | None) -> str:
-    """Return 'xla' or 'triton' for one op; None asks for the best that exists here.
+    """Return 'xla' or 'triton' for one op; None asks for the best that is proven here.
 
     Raises ValueError when the named implementation does not exist for this op or cannot run here: a named one runs or raises.
     """
@@ -31,7 +36,7 @@ def choose(op: str, implementation: str | None) -> str:
         if capability is None or capability < OLDEST:
             found = "no GPU is here" if capability is None else f"the GPU has {capability / 10}"
             raise ValueError(f"implementation = 'triton': {op} needs a GPU of compute capability 8.9 or newer, and {found}; use 'xla'")
-    best = "triton" if op in TRITON_OPS and capability is not None and capability >= OLDEST else "xla"
+    best = "triton" if op in PREFERRED and capability is not None and capability >= OLDEST else "xla"
     chosen = implementation or best
     _say_once(op, chosen)
     return chosen

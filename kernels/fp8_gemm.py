@@ -18,14 +18,11 @@ def fp8_gemm(
     leading dims of b are weights side by side. Returns (M, prod(...) * N) of out_dtype.
     Source: fp8_gemm of the reference's kernel.py.
     """
-    if dispatch.choose("fp8_gemm", implementation) == "triton":
-        from dsv3_jax.kernels.triton_impl import fp8_gemm_decode
-
-        if a.shape[0] <= fp8_gemm_decode.MOST_ROWS:
-            return fp8_gemm_decode.fp8_gemm_decode(a, a_scale, b, b_scale, out_dtype)
-        from dsv3_jax.kernels.triton_impl import fp8_gemm_large
-
-        return fp8_gemm_large.fp8_gemm_large(a, a_scale, b, b_scale, out_dtype)
+    k = a.shape[1]
+    if implementation == "triton" and k % 16:  # rows that the copy engine cannot read
+        raise ValueError(f"implementation = 'triton': fp8_gemm needs K to be a multiple of 16, and it is {k}; use 'xla'")
+    if dispatch.choose("fp8_gemm", "xla" if k % 16 else implementation) == "triton":
+        return _on_triton(a, a_scale, b, b_scale, out_dtype)
     m, k = a.shape
     rows = jnp.repeat(b_scale, BLOCK, axis=-2)[..., : b.shape[-2], :]
     b, rows = b.reshape(-1, k), rows.reshape(-1, b_scale.shape[-1])
@@ -42,3 +39,15 @@ def fp8_gemm(
 
     acc = jnp.zeros((m, b.shape[0]), jnp.float32)
     return jax.lax.fori_loop(0, (k + pad) // BLOCK, add_block, acc).astype(out_dtype)
+
+
+def _on_triton(a, a_scale, b, b_scale, out_dtype):
+    from dsv3_jax.kernels.triton_impl import fp8_gemm_decode, fp8_gemm_large
+
+    n, k = b.shape[-2:]
+    weights = [(b.reshape(-1, k), b_scale.reshape(-1, b_scale.shape[-1]))]
+    if b.ndim > 2 and n % BLOCK:  # each weight has a ragged last block of scales
+        weights = list(zip(b.reshape(-1, n, k), b_scale.reshape(-1, *b_scale.shape[-2:]), strict=True))
+    gemm = fp8_gemm_decode.fp8_gemm_decode if a.shape[0] <= fp8_gemm_decode.MOST_ROWS else fp8_gemm_large.fp8_gemm_large
+    parts = [gemm(a, a_scale, *w, out_dtype) for w in weights]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)

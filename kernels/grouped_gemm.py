@@ -21,6 +21,9 @@ def grouped_gemm(
     x_scale: jax.Array | None = None,
     w_scale: jax.Array | None = None,
     out_dtype=jnp.float32,
+    zero_rest: bool = True,
+    mean_rows: int | None = None,
+    config: dict | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiply each group's rows by that group's weight; the work follows the rows and the groups that have any.
@@ -28,9 +31,19 @@ def grouped_gemm(
     x (M, K): rows sorted by group, the first sum(group_sizes) of them in use; w (G, P, N, K); group_sizes (G,) int32, known on the
     device only. FP8 weights come with w_scale (G, P, ceil(N/128), ceil(K/128)); with x_scale (M, ceil(K/128)) as well x holds FP8
     codes and the product is the block-scaled FP8 one, without it w is dequantised to x's dtype. Accumulates in float32.
-    Returns (M, P * N) of out_dtype; rows in no group are zero.
+    mean_rows is a guess of the rows in a group for choosing tiles, M / G without it; config overrides what is chosen.
+    Returns (M, P * N) of out_dtype; rows in no group are zero, or anything (NaN as well) without zero_rest.
     """
-    dispatch.choose("grouped_gemm", implementation)
+    if dispatch.choose("grouped_gemm", implementation) == "triton":
+        from dsv3_jax.kernels.triton_impl import grouped_gemm as kernel
+
+        if kernel.supports(x, w, w_scale):
+            return kernel.grouped_gemm(
+                x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest=zero_rest, mean_rows=mean_rows, config=config
+            )
+        if implementation == "triton":
+            found = f"x {x.dtype}, w {w.dtype} {w.shape}"
+            raise ValueError(f"implementation = 'triton': grouped_gemm needs bf16, or FP8 with N a multiple of 128, not {found}; use 'xla'")
     m, groups = x.shape[0], w.shape[0]
     tile = min(128, max(8, 1 << (m // groups).bit_length()))  # rows at a time, near the mean group
     tiles = -(-group_sizes // tile)

@@ -1,10 +1,10 @@
 """Convert a Hugging Face checkpoint of the DeepSeek-V2/V3 family into an Orbax checkpoint that any mesh can load.
 
-    python scripts/convert.py --hf_ckpt_path ~/DeepSeek-V3 --save_path ~/deepseek-v3
+    dsv3-convert --hf_ckpt_path=~/DeepSeek-V3 --save_path=~/deepseek-v3
 
 Needs no GPU and little memory: --max_host_memory_gb (default 4) holds for checkpoints of any size. FP8 codes and scales are
 kept as they are. Everything is checked before a byte is written. Interrupted or killed: run the same command again and it
-goes on. Afterwards, scripts/verify.py compares every tensor with its source, bit for bit.
+goes on. Afterwards, dsv3-verify compares every tensor with its source, bit for bit.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """Cast an FP8 Hugging Face checkpoint to bf16, into a new Hugging Face folder.
 
-    python scripts/fp8_cast_bf16.py --input_fp8_hf_path ~/DeepSeek-V3 --output_bf16_hf_path ~/DeepSeek-V3-bf16
+    dsv3-fp8-cast-bf16 --input_fp8_hf_path=~/DeepSeek-V3 --output_bf16_hf_path=~/DeepSeek-V3-bf16
 
 Runs on any CPU, in little memory, shard by shard; needs about twice the input's bytes on disk. A weight's scales may lie in any
 shard; a weight without scales is an error before anything is written. Tensors that are not FP8 are copied as they are, known

@@ -1,7 +1,7 @@
 """Make a Hugging Face checkpoint folder with random weights, to try the other commands on.
 
-    python scripts/make_tiny_checkpoint.py --save_path demo_output/hf
-    python scripts/make_tiny_checkpoint.py --config configs/tiny.json --save_path DIR --seed 7 --num_shards 2
+    dsv3-make-tiny-checkpoint --save_path=demo_output/hf
+    dsv3-make-tiny-checkpoint --config=configs/tiny.json --save_path=DIR --seed=7 --num_shards=2
 
 The folder has what a release has: config.json, safetensors shards with an index (FP8 with block scales if the config says so),
 the MTP layer, a tokenizer with a chat template and generation_config.json. The answers of such a model mean nothing.

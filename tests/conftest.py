@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 
-_FLAG = "--xla_force_host_platform_device_count"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+# The tests compile hundreds of programs and run each a few times: half the time goes when XLA optimises none of them.
+_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+_given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([_given, *(f for f in _FLAGS if f.split("=")[0] not in _given)]).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

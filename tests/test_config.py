@@ -73,6 +73,10 @@ def raw(name: str = "deepseek_v3_671b", drop: tuple[str, ...] = (), **changes) -
     return {k: v for k, v in {**content, **changes}.items() if k not in drop}
 
 
+def yarn(**changes) -> dict:
+    return raw(rope_scaling={**raw()["rope_scaling"], **changes})
+
+
 def refuse(content, *words: str) -> None:
     with pytest.raises(ValueError) as e:
         ModelConfig.from_json(content)
@@ -124,6 +128,12 @@ def test_the_references_defaults_and_engine_limits_are_accepted():
         ({"n_layers": 61.0}, ("num_hidden_layers = 61.0", "integer")),
         ({"scale_fmt": "e8m0"}, ("scale_fmt", "'ue8m0'")),
         ({"score_func": "tanh"}, ("scoring_func = 'tanh'",)),
+        ({"dtype": "bf16", "scale_fmt": "ue8m0"}, ("scale_fmt = 'ue8m0' contradicts dtype = 'bf16'", "remove it")),
+        ({"dtype": "bf16", "scale_fmt": "e8m0"}, ("scale_fmt = 'e8m0'", "'ue8m0'")),
+        ({"original_seq_len": 4096.0}, ("original_seq_len = 4096.0", "integer")),
+        ({"original_seq_len": 10**400}, ("original_seq_len = an integer of 1329 bits",)),
+        ({"original_seq_len": 10**30, "rope_factor": 1e38}, ("max_position_embeddings", "below")),
+        ({"beta_slow": 0}, ("rope_scaling.beta_slow = 0", "positive")),
     ],
 )
 def test_faults_in_the_references_json_are_named(change, words):
@@ -219,6 +229,34 @@ def test_other_families_are_named_with_what_is_supported(content, words, tmp_pat
         (raw(rope_scaling={**raw()["rope_scaling"], "attention_factor": 2}), ("unknown keys in rope_scaling: attention_factor",)),
         (raw(rope_scaling={**raw()["rope_scaling"], "factor": "40"}), ("rope_scaling.factor = '40'", "number")),
         (raw(rope_scaling="yarn"), ("rope_scaling = 'yarn'", "object")),
+        (yarn(beta_slow=0), ("rope_scaling.beta_slow = 0", "positive")),
+        (yarn(beta_fast=0), ("rope_scaling.beta_fast = 0", "positive")),
+        (yarn(beta_fast=1, beta_slow=32), ("rope_scaling.beta_fast = 1:", "beta_slow (32)")),
+        (yarn(mscale=-0.1), ("rope_scaling.mscale = -0.1", "negative")),
+        (yarn(mscale_all_dim=-1), ("rope_scaling.mscale_all_dim = -1", "negative")),
+        (yarn(factor=0.5), ("rope_scaling.factor = 0.5", "at least 1")),
+        (yarn(original_max_position_embeddings=4096.0), ("original_max_position_embeddings = 4096.0", "integer")),
+        (yarn(original_max_position_embeddings=10**12), ("original_max_position_embeddings = 1000000000000", "below 2,147,483,648")),
+        (yarn(rope_type="linear"), ("rope_scaling.type = 'yarn' contradicts rope_scaling.rope_type = 'linear'",)),
+        (yarn(rope_type="default"), ("rope_scaling.type = 'yarn' contradicts rope_scaling.rope_type = 'default'",)),
+        (
+            raw(rope_parameters={"type": "yarn", "rope_type": "default", "rope_theta": 1e4}, drop=("rope_scaling", "rope_theta")),
+            ("rope_parameters.type = 'yarn' contradicts rope_parameters.rope_type = 'default'",),
+        ),
+        (raw(rope_theta=10**400), ("rope_theta = an integer of 1329 bits", "float32")),
+        (raw(rope_theta=10**40), ("rope_theta", "float32")),
+        (raw(hidden_size=10**400), ("hidden_size = an integer of 1329 bits", "below")),
+        (raw(q_lora_rank=10**12), ("q_lora_rank = 1000000000000", "below")),
+        (raw(qk_head_dim=128), ("qk_head_dim = 128", "qk_nope_head_dim 128 and qk_rope_head_dim 64")),
+        (raw(head_dim=96), ("head_dim = 96", "qk_rope_head_dim 64")),
+        (raw(architectures=["LlamaForCausalLM"]), ("['LlamaForCausalLM']", "model_type = 'deepseek_v3'", "DeepseekV3ForCausalLM")),
+        (raw(architectures="LlamaForCausalLM"), ("'LlamaForCausalLM'", "model_type = 'deepseek_v3'")),
+        (raw(architectures=["DeepseekV2ForCausalLM"]), ("['DeepseekV2ForCausalLM']", "model_type = 'deepseek_v3'")),
+        (raw(model_type="deepseek_v2"), ("['DeepseekV3ForCausalLM']", "model_type = 'deepseek_v2'", "DeepseekV2ForCausalLM")),
+        (raw(model_type="kimi_k2", architectures=["DeepseekV2ForCausalLM"]), ("model_type = 'kimi_k2'", "DeepseekV3ForCausalLM")),
+        (raw(first_k_dense_replace=62), ("first_k_dense_replace = 62", "num_hidden_layers (61)")),
+        (raw(routed_scaling_factor=0), ("routed_scaling_factor = 0", "positive")),
+        (raw(rope_interleave=False), ("rope_interleave = False", "only True")),
         (raw(quantization_config={"quant_method": "awq", "bits": 4}), ("quant_method = 'awq'", "original release")),
         (raw(quantization_config={"quant_method": "compressed-tensors"}), ("'compressed-tensors'",)),
         (raw(quantization_config={"quant_method": "fp8"}), ("weight_block_size", "per-tensor")),
@@ -232,8 +270,18 @@ def test_faults_are_named(content, words):
     refuse(content, *words)
 
 
+def test_what_looks_like_a_contradiction_and_is_none():
+    """Kimi has both betas at 1; transformers writes the rotated width as head_dim, other software the whole one."""
+    assert ModelConfig.from_json(yarn(beta_fast=1.0, beta_slow=1.0)).rope_scaling == RopeScaling(40, 4096, 1.0, 1.0, 1.0, 1.0)
+    for change in ({"head_dim": 64}, {"head_dim": 192}, {"qk_head_dim": 192}, {"head_dim": None}, {"architectures": []},
+                   {"architectures": None}, {"first_k_dense_replace": 61}, {"rope_interleave": True}):  # fmt: skip
+        assert ModelConfig.from_json(raw(**change)).num_hidden_layers == 61
+    assert ModelConfig.from_json(yarn(rope_type="yarn")).rope_scaling == YARN
+
+
 def test_files_that_hold_no_config(tmp_path):
-    for name, text in (("cut.json", '{"model_type": '), ("lfs.json", "version https://git-lfs.github.com/spec/v1\n"), ("empty.json", "")):
+    for name, text in (("cut.json", '{"model_type": '), ("lfs.json", "version https://git-lfs.github.com/spec/v1\n"), ("empty.json", ""),
+                       ("digits.json", f'{{"rope_theta": {"1" * 5000}}}')):  # fmt: skip
         (tmp_path / name).write_text(text)
         refuse(tmp_path / name, name, "not valid JSON")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")

@@ -36,6 +36,8 @@ BF16_DECISIVE = Tolerance(2.0, 0.15)
 # FP8 activations: each 1x128 group keeps 4 bits of mantissa, and two right implementations may round a borderline value apart
 # and then differ from there on. So codes, scales and single linears are compared closely, whole models only like this, on *_dec.
 FP8_ACTIVATIONS_DECISIVE = Tolerance(6.0, 0.6)
+# Two of our own paths with FP8 activations (one device and many): sums in another order move a few borderline codes.
+FP8_ACTIVATIONS_SELF = Tolerance(0.5, 0.04)
 # Router weights, scaling factor included (up to 16): softmax or sigmoid of float32 logits that differ in the order of sums.
 ROUTER_WEIGHTS = Tolerance(3e-4, 3e-5)
 

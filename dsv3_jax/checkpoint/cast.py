@@ -60,6 +60,7 @@ def cast(input_fp8_hf_path: str, output_bf16_hf_path: str) -> list[str]:
     there = sum(size for shard, size in sizes.items() if _size(os.path.join(work, shard)) == size)
     check_target(source, target, sum(sizes.values()) - there)
     with locked(work):
+        check_target(source, target, 0)  # another run may have finished while this one waited to begin
         start_or_resume(work, {"source": fingerprint(folder), "flags": {}}, _RECORD)
         bar = tqdm(total=sum(sizes.values()), initial=there, unit="B", unit_scale=True, desc="cast", mininterval=0.5)
         with open_files() as files, bar:

@@ -14,14 +14,14 @@ from dsv3_jax.checkpoint import layout, preflight, store
 from dsv3_jax.checkpoint.layout import NUMPY, Layout
 from dsv3_jax.checkpoint.parallel import each
 from dsv3_jax.checkpoint.safetensors_reader import open_files
-from dsv3_jax.checkpoint.source import fingerprint, human, resolve, side_files
+from dsv3_jax.checkpoint.source import MARKER, fingerprint, human, resolve, side_files
 from dsv3_jax.checkpoint.workfolder import commit, locked, start_or_resume, write_bytes
 
 SUFFIX = ".converting"
 _COPIES = 4  # measured: writing a block takes 2.3 to 4 times its bytes, the buffer that it is read into included
 _LARGEST_BLOCK = 128 * 2**20
 _WORKERS = 8
-_MIN_BUDGET_GB = 0.05
+_MIN_BUDGET_GB, _MAX_BUDGET_GB = 0.05, 1_000_000
 Job = tuple[str, Layout, ts.TensorStore, tuple[int, ...]]  # path of the array, its layout, its store, one of its blocks
 
 
@@ -33,8 +33,8 @@ def convert(
     Works in `save_path`.converting, which a run with the same arguments continues after any interruption. Memory beyond what
     the idle process has stays below max_host_memory_gb (GB of 10^9 bytes). Raises ValueError before a byte is written.
     """
-    if not max_host_memory_gb >= _MIN_BUDGET_GB:
-        raise ValueError(f"max_host_memory_gb = {max_host_memory_gb}: must be at least {_MIN_BUDGET_GB}")
+    if not _MIN_BUDGET_GB <= max_host_memory_gb <= _MAX_BUDGET_GB:  # NaN is not
+        raise ValueError(f"max_host_memory_gb = {max_host_memory_gb}: must lie between {_MIN_BUDGET_GB} and {_MAX_BUDGET_GB:,}")
     hf_ckpt_path, save_path = resolve(hf_ckpt_path), resolve(save_path)
     budget, work = int(max_host_memory_gb * 1e9), save_path + SUFFIX
     source = preflight.inspect(hf_ckpt_path, skip_mtp)
@@ -44,10 +44,12 @@ def convert(
     for note in source.notes:
         say(note)
     with locked(work):
+        preflight.check_target(hf_ckpt_path, save_path, 0)  # again: another run may have finished since
         record = {"source": fingerprint(source.folder), "flags": {"skip_mtp": skip_mtp}, "block_bytes": min(budget // 16, _LARGEST_BLOCK)}
+        if not os.path.exists(os.path.join(work, MARKER)):
+            _plan(source, record["block_bytes"], budget)  # may refuse the budget, so before the record is written
         record, resumed = start_or_resume(work, record)
-        layouts = {path: layout.plan(t, source.dtype(t), record["block_bytes"]) for path, t in source.targets.items()}
-        workers = _workers(layouts, budget)
+        layouts, workers = _plan(source, record["block_bytes"], budget)  # an earlier run's blocks stay as they were begun
         largest = max(a.block_bytes for a in layouts.values())
         say(f"memory budget {human(budget)}: {workers} workers, blocks of at most {human(largest)}")
         if resumed:
@@ -65,13 +67,15 @@ def convert(
     say(f"saved {len(layouts)} arrays, {human(source.nbytes)}, in {save_path}")
 
 
-def _workers(layouts: dict[str, Layout], budget: int) -> int:
+def _plan(source: preflight.Source, block_bytes: int, budget: int) -> tuple[dict[str, Layout], int]:
+    """Lay every array out and say how many workers the budget allows; ValueError when it allows none."""
+    layouts = {path: layout.plan(t, source.dtype(t), block_bytes) for path, t in source.targets.items()}
     path, array = max(layouts.items(), key=lambda item: item[1].block_bytes)
     workers = min(budget // (_COPIES * array.block_bytes), _WORKERS, os.cpu_count() or 1)
     if workers < 1:
         needed = _COPIES * array.block_bytes / 1e9
         raise ValueError(f"max_host_memory_gb = {budget / 1e9:g}: {path} needs {needed:.2f}; raise the budget")
-    return workers
+    return layouts, workers
 
 
 def _write_blocks(source: preflight.Source, layouts: dict[str, Layout], folder: str, workers: int) -> None:

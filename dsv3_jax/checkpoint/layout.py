@@ -1,13 +1,15 @@
 """How an array lies on disk: zarr3 blocks (one file each) cut into chunks, and the bytes that fill a block.
 
 A reader never reads part of a chunk, so chunks are cut where meshes cut: by expert, and in 8 or 16 parts along rows and
-columns. One device's share of an array then costs 1.0 times its bytes on any mesh of 1, 2, 4, 8 devices.
+columns. One device's share of an array then costs 1.0 times its bytes on any mesh of 1, 2, 4, 8 devices. Every chunk
+carries a checksum: a bit that flips on disk or on the way is an error when it is read, never a wrong weight.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ NUMPY = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+_CHECKSUM = 4  # bytes of a crc32c, behind each chunk and behind the index
 Region = tuple[slice, ...]
 
 
@@ -60,15 +63,45 @@ class Layout:
         return os.path.join("c", *map(str, block))
 
     def file_bytes(self, block: tuple[int, ...]) -> int:
-        """Return the size of the block's file: every chunk that meets the array, whole, then 16 bytes a chunk and a checksum."""
+        """Return the size of the block's file: every chunk that meets the array, whole and with a checksum, then their index."""
         inside = math.prod(-(-(r.stop - r.start) // c) for r, c in zip(self.region(block), self.chunk, strict=True))
         cells = math.prod(b // c for b, c in zip(self.block, self.chunk, strict=True))
-        return inside * math.prod(self.chunk) * NUMPY[self.dtype].itemsize + 16 * cells + 4
+        return inside * (math.prod(self.chunk) * NUMPY[self.dtype].itemsize + _CHECKSUM) + 16 * cells + _CHECKSUM
+
+    @classmethod
+    def read(cls, folder: str) -> Layout:
+        """Return the layout of the array that lies in `folder`; ValueError when its zarr.json is missing or not as `open` writes it."""
+        file = os.path.join(folder, "zarr.json")
+        try:
+            with open(file, encoding="utf-8") as f:
+                found = json.load(f)
+            (sharding,) = found["codecs"]
+            inner, block = sharding["configuration"], found["chunk_grid"]["configuration"]["chunk_shape"]
+            codecs = [sharding["name"]] + [c["name"] for part in ("codecs", "index_codecs") for c in inner[part]]
+            if codecs != ["sharding_indexed", "bytes", "crc32c", "bytes", "crc32c"] or found["data_type"] not in NUMPY:
+                raise ValueError(f"its codecs are {', '.join(codecs)}")
+            return cls(tuple(found["shape"]), found["data_type"], tuple(block), tuple(inner["chunk_shape"]))
+        except FileNotFoundError as e:
+            raise ValueError(f"{file}: missing") from e
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{file}: not as convert.py writes it ({type(e).__name__}: {e})") from e
+
+    def damaged_blocks(self, folder: str) -> Iterator[str]:
+        """Yield a line for each block file in `folder` that is missing or has the wrong size."""
+        for block in self.blocks():
+            file, size = os.path.join(folder, self.file(block)), self.file_bytes(block)
+            try:
+                found = os.stat(file).st_size
+            except OSError as e:
+                yield f"{file}: {'missing' if isinstance(e, FileNotFoundError) else e.strerror}"
+                continue
+            if found != size:
+                yield f"{file}: {found:,} bytes, should be {size:,}"
 
     def open(self, folder: str, context: ts.Context) -> ts.TensorStore:
         """Open the array for writing, making it when it is not there; an array with another layout is an error."""
-        little = {"name": "bytes", "configuration": {"endian": "little"}}
-        inner = {"chunk_shape": self.chunk, "codecs": [little], "index_codecs": [little, {"name": "crc32c"}], "index_location": "end"}
+        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+        inner = {"chunk_shape": self.chunk, "codecs": codecs, "index_codecs": codecs, "index_location": "end"}
         metadata = {
             "shape": self.shape,
             "data_type": self.dtype,

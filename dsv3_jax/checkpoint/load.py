@@ -41,18 +41,22 @@ def load_model(
     """
     graph, abstract = abstract_model(config, options, sharding, max_seq_len)
     del abstract["rope"]
-    params = store.load_params(path, abstract)
     cos, sin = rope.tables(config, max_seq_len)
+    params = store.load_params(path, abstract)
     whole = sharding.named(None, None)
     params["rope"] = {"cos": jax.device_put(cos, whole), "sin": jax.device_put(sin, whole)}
     return prepare(graph, params, options, sharding)
 
 
 def prepare(graph: nnx.GraphDef, params: Params, options: Options, sharding: Sharding) -> tuple[nnx.GraphDef, Params]:
-    """Do once what would otherwise be done in every step: cast plain weights, absorb kv_b_proj."""
+    """Do once what would otherwise be done in every step: cast plain weights, absorb kv_b_proj.
+
+    Takes `params` apart as it goes, so that no more than one weight exists twice.
+    """
     with jax.set_mesh(sharding.mesh):
-        params = _cast(params, options, ())
+        _cast(params, options)
         model = nnx.merge(graph, params)
+        params.clear()
         if options.attn_impl == "absorb":
             for block in model.layers:
                 block.self_attn.absorb()
@@ -60,9 +64,9 @@ def prepare(graph: nnx.GraphDef, params: Params, options: Options, sharding: Sha
     return graph, plain(state)
 
 
-def _cast(tree, options: Options, path: tuple[str, ...]):
-    if isinstance(tree, dict):
-        return {k: _cast(v, options, (*path, k)) for k, v in tree.items()}
-    owner = path[-2]
-    keeps = "norm" in owner or owner in ("gate", "rope") or path[-1] == "weight_scale_inv" or np.dtype(tree.dtype).itemsize == 1
-    return tree if keeps else tree.astype(options.dtype)
+def _cast(tree: Params, options: Options, owner: str = "") -> None:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            _cast(value, options, name)
+        elif name == "weight" and "norm" not in owner and owner != "gate" and np.dtype(value.dtype).itemsize > 1:
+            tree[name] = value.astype(options.dtype)

@@ -47,7 +47,8 @@ class Faults:
             lines += [f"    {i}" for i in items[: self.SHOWN]]
             if len(items) > self.SHOWN:
                 lines.append(f"    ... and {len(items) - self.SHOWN} more")
-        raise ValueError(f"{where}: nothing was written; {sum(len(i) for i in self._groups.values())} faults:\n" + "\n".join(lines))
+        count = sum(len(i) for i in self._groups.values())
+        raise ValueError(f"{where}: nothing was written; {count} {'fault' if count == 1 else 'faults'}:\n" + "\n".join(lines))
 
 
 @dataclasses.dataclass
@@ -155,7 +156,7 @@ def read_json(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as f:
             raw = json.load(f)
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except ValueError as e:  # also bytes that are no UTF-8, and integers of thousands of digits
         raise ValueError(f"{path}: not valid JSON ({e}); fetch the file again") from e
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: must hold a JSON object, holds {type(raw).__name__}")
@@ -174,11 +175,18 @@ def side_files(path: str, code: bool = False) -> list[str]:
 
 
 def check_side_files(path: str, faults: Faults) -> None:
-    """Add a fault for each side file that is a Git-LFS pointer: tokenizer.json is stored that way in many releases."""
+    """Add a fault for each side file that is a Git-LFS pointer, as tokenizer.json is in many releases, or JSON that is none."""
     for name in side_files(path):
-        with open(os.path.join(path, name), "rb") as f:
+        file = os.path.join(path, name)
+        with open(file, "rb") as f:
             if f.read(40).startswith(b"version https://git-lfs"):
                 faults.add("files that are Git-LFS pointers; run `git lfs pull` in that folder", name)
+                continue
+        if name.endswith(".json"):
+            try:
+                read_json(file)
+            except ValueError as e:
+                faults.add("files beside the weights that are broken", str(e).removeprefix(path + os.sep))
 
 
 def fingerprint(folder: Folder) -> dict[str, list]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import jax
@@ -14,12 +15,13 @@ from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from dsv3_jax.checkpoint.layout import NUMPY, Layout
-from dsv3_jax.checkpoint.names import SCALE
+from dsv3_jax.checkpoint.names import SCALE, targets
 from dsv3_jax.checkpoint.source import INDEX, MARKER, read_json, resolve
 from dsv3_jax.checkpoint.workfolder import FORMAT
 from dsv3_jax.config import ModelConfig
 
 ITEM = "state"  # the folder in which Orbax v1 keeps the arrays of ocp.save
+_REMEDY = "convert the checkpoint again, or let verify.py name every array that differs from its source"
 _PLAIN = ("bfloat16", "float16", "float32")
 
 
@@ -51,15 +53,22 @@ def read_config(ckpt_path: str | os.PathLike) -> ModelConfig:
 def stored(ckpt_path: str | os.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of every stored array by its path, joined by '.', loading none of them."""
     path = resolve(ckpt_path)
-    read_config(path)
-    return _described(os.path.join(path, "params"))
+    config, params = read_config(path), os.path.join(path, "params")
+    try:
+        with _one_error(params):
+            return _described(params)
+    except ValueError as e:
+        fault = e
+    _check_files(path, targets(config))  # Orbax does not say which array is damaged
+    raise fault
 
 
 def load_params(ckpt_path: str | os.PathLike, abstract: dict) -> dict:
     """Load the arrays that `abstract` names, each device its own share, as a nested dict of jax.Array.
 
     `abstract` is a nested dict of jax.ShapeDtypeStruct with a sharding; arrays that it leaves out stay on disk. Plain
-    floats come in the dtype that is stored. Raises one ValueError that lists every path, shape or FP8 dtype that differs.
+    floats come in the dtype that is stored. Raises one ValueError that lists every path, shape or FP8 dtype that differs, or
+    every file that is missing or cut short (before anything is loaded), or names what Orbax could not read.
     """
     path = resolve(ckpt_path)
     there, wanted = stored(path), _flatten(abstract)
@@ -75,10 +84,57 @@ def load_params(ckpt_path: str | os.PathLike, abstract: dict) -> dict:
     if faults:
         more = f"\n  ... and {len(faults) - 20} more" if len(faults) > 20 else ""
         raise ValueError(f"{path}: {len(faults)} arrays do not fit the model:\n  " + "\n  ".join(faults[:20]) + more)
+    _check_files(path, wanted)
     # Orbax casts to the dtype that it is asked for without a word, so it is asked for the stored one.
     asked = {name: jax.ShapeDtypeStruct(want.shape, there[name].dtype, sharding=want.sharding) for name, want in wanted.items()}
-    with _quiet(), _context(asked):
+    with _one_error(os.path.join(path, "params")), _quiet(), _context(asked):
         return ocp.load(os.path.join(path, "params"), _nest(asked))
+
+
+def _check_files(path: str, names: Iterable[str]) -> None:
+    """Check that every file of these arrays is there and has its size; ValueError lists those that are not."""
+    faults: list[str] = []
+    for name in names:
+        folder = os.path.join(path, "params", ITEM, name)
+        try:
+            faults += Layout.read(folder).damaged_blocks(folder)
+        except ValueError as e:
+            faults.append(str(e))
+    if faults:
+        raise _damaged(path, faults)
+
+
+def _damaged(path: str, faults: list[str]) -> ValueError:
+    lines = [f.removeprefix(path + os.sep) for f in faults[:10]] + ([f"... and {len(faults) - 10} more"] if len(faults) > 10 else [])
+    return ValueError(f"{path}: damaged, {len(faults)} files are missing or not whole; {_REMEDY}:\n  " + "\n  ".join(lines))
+
+
+@contextmanager
+def _one_error(params: str) -> Iterator[None]:
+    """Turn whatever Orbax raises into one ValueError with the last line of its first cause, and let nothing else be printed.
+
+    Reads that Orbax abandons after a failure each end in a traceback of their own, some of them later: hence the hook stays.
+    """
+    unraisable, before = sys.unraisablehook, sys.exception()
+
+    def abandoned(value: object) -> bool:
+        return str(value).startswith(("Event loop is closed", "Encountered error while reading array"))
+
+    sys.unraisablehook = lambda args: None if abandoned(args.exc_value) else unraisable(args)
+    try:
+        yield
+    except Exception as e:
+        first: BaseException = e
+        while True:
+            cause = first.exceptions[0] if isinstance(first, BaseExceptionGroup) else first.__cause__ or first.__context__
+            if cause is None or cause is before:
+                break
+            first = cause
+        last = f"{type(first).__name__}: {(str(first).strip().splitlines() or [''])[-1][:400]}"
+        if isinstance(first, MemoryError) or "RESOURCE_EXHAUSTED" in str(first):
+            raise ValueError(f"{params}: does not fit into memory; use more devices ({last})") from None
+        raise ValueError(f"{params}: cannot be read ({last}); if files are damaged, {_REMEDY}") from None
+    sys.unraisablehook = unraisable
 
 
 def write_metadata(params: str, layouts: dict[str, Layout], scratch: str) -> None:
@@ -105,8 +161,8 @@ def write_metadata(params: str, layouts: dict[str, Layout], scratch: str) -> Non
 def _described(params: str) -> dict[str, jax.ShapeDtypeStruct]:
     with _quiet(), _context({}):
         tree = ocp.metadata(params).metadata
-    if not isinstance(tree, dict):  # Orbax describes nothing when one array's folder is gone
-        raise ValueError(f"{params}: damaged, some of its arrays are missing; convert the checkpoint again")
+    if not isinstance(tree, dict):  # as when one array's folder is gone
+        raise ValueError("Orbax describes no arrays, its metadata is damaged")
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in _flatten(tree).items()}
 
 

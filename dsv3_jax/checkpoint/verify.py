@@ -67,8 +67,7 @@ def verify(hf_ckpt_path: str, ckpt_path: str) -> Report:
     """
     hf_ckpt_path, ckpt_path = resolve(hf_ckpt_path), resolve(ckpt_path)
     there = store.stored(ckpt_path)
-    record = read_json(os.path.join(ckpt_path, MARKER))
-    source = preflight.inspect(hf_ckpt_path, skip_mtp=record["flags"]["skip_mtp"])
+    source = preflight.inspect(hf_ckpt_path, skip_mtp=_skipped_mtp(os.path.join(ckpt_path, MARKER)))
     different = [f"{path}: in the checkpoint, but the source has nothing for it" for path in sorted(there.keys() - source.targets.keys())]
     comparable = {}
     for path, target in source.targets.items():
@@ -96,6 +95,14 @@ def verify(hf_ckpt_path: str, ckpt_path: str) -> Report:
     return Report(tensors, source.nbytes, different, not_finite.lines("values not finite or, for scales, not positive"))
 
 
+def _skipped_mtp(marker: str) -> bool:
+    flags = read_json(marker).get("flags")
+    skipped = flags.get("skip_mtp") if isinstance(flags, dict) else None
+    if not isinstance(skipped, bool):
+        raise ValueError(f"{marker}: flags = {flags!r}: must say whether skip_mtp was given; the file was changed: convert again")
+    return skipped
+
+
 def _compare(targets: dict[str, Target], source: preflight.Source, folder: str, different: _Tally, not_finite: _Tally) -> None:
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
@@ -114,7 +121,8 @@ def _compare(targets: dict[str, Target], source: preflight.Source, folder: str, 
         try:
             got = np.asarray(opened[region].read().result())
         except ValueError as e:  # tensorstore's word for a block that is missing, cut short or has a wrong checksum
-            raise ValueError(f"{os.path.join(folder, path, array.file(block))}: cannot be read; convert again ({str(e)[:120]})") from e
+            why = str(e).rpartition('": ')[2][:200]  # behind the file's name
+            raise ValueError(f"{os.path.join(folder, path, array.file(block))}: cannot be read; convert again ({why})") from e
         for name, place, first in pieces_in(region, target):
             tensor, have = source.folder.tensors[name], got[place]
             raw = np.empty(have.shape, DTYPES[tensor.dtype])

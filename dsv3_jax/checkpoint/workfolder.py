@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from dsv3_jax.checkpoint.source import MARKER
 
@@ -38,17 +38,36 @@ def sync_folder(path: str) -> None:
 
 @contextmanager
 def locked(folder: str) -> Iterator[None]:
-    """Hold a folder, made if need be, against a second run of the same command (ValueError)."""
-    os.makedirs(folder, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Hold a folder, made if need be and removed if left empty, against a second run of the same command (ValueError)."""
+    descriptor = _lock(folder)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise ValueError(f"{folder}: another process is writing there; wait for it or end it") from e
         yield
     finally:
+        with suppress(OSError):  # it holds something, or was renamed
+            if _is(folder, descriptor):
+                os.rmdir(folder)
         os.close(descriptor)
+
+
+def _lock(folder: str) -> int:
+    while True:
+        os.makedirs(folder, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is(folder, descriptor):
+                return descriptor
+        except BlockingIOError as e:
+            os.close(descriptor)
+            raise ValueError(f"{folder}: another process is writing there; wait for it or end it") from e
+        os.close(descriptor)  # what was locked has been renamed by the run that made it
+
+
+def _is(folder: str, descriptor: int) -> bool:
+    return os.path.exists(folder) and os.path.samestat(os.fstat(descriptor), os.stat(folder))
 
 
 def start_or_resume(folder: str, record: dict, name: str = MARKER) -> tuple[dict, bool]:

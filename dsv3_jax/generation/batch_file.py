@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from dsv3_jax.generation.chat import Prompt
-from dsv3_jax.generation.text_stream import TextStream
+from dsv3_jax.generation.text_stream import Clock, Figures, TextStream, for_screen
 
 # Characters that JSON leaves as they are and some readers (Python's splitlines) take for the end of a line.
 _LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
@@ -23,26 +22,6 @@ class Line:
     index: int
     line: int
     text: str
-
-
-@dataclasses.dataclass
-class Figures:
-    """What a run has done so far: generated tokens, seconds spent generating, and seconds to each prompt's first token."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    first: list[float] = dataclasses.field(default_factory=list)
-
-    def add(self, tokens: int, since: float, first: Sequence[float | None]) -> None:
-        """Count an Engine.generate call that began at time.perf_counter() == since; `first` is each prompt's time to first token."""
-        self.seconds += time.perf_counter() - since
-        self.tokens += tokens
-        self.first += [seconds for seconds in first if seconds]
-
-    def __str__(self) -> str:
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        first = f"{sum(self.first) / len(self.first):.3f} s{' (mean)' if len(self.first) > 1 else ''}" if self.first else "none"
-        return f"tokens: {self.tokens}  seconds: {self.seconds:.2f}  tokens per second: {rate:.2f}  time to first token: {first}"
 
 
 def read_prompts(path: str) -> tuple[list[Line], int]:
@@ -108,11 +87,11 @@ def run(
                 engine.check_prompt(prompt.tokens)
                 ready.append((i, prompt, new_stream()))
             except ValueError as e:
-                records[i]["error"] = str(e)
+                records[i]["error"] = str(e).removeprefix("prompt: ")
         if ready:
-            since = time.perf_counter()
-            completions = _generate(engine, ready, [sampling[start + i] for i, _, _ in ready], options)
-            figures.add(sum(len(c.tokens) for c in completions), since, [c.time_to_first_token for c in completions])
+            clock = Clock()
+            completions = _generate(engine, ready, [sampling[start + i] for i, _, _ in ready], clock, options)
+            figures.add(clock, [c.time_to_first_token for c in completions])
             for (i, prompt, stream), completion in zip(ready, completions, strict=True):
                 stream.close()
                 records[i] |= {
@@ -124,8 +103,9 @@ def run(
         yield from records
 
 
-def _generate(engine: Any, ready: Sequence[tuple[int, Prompt, TextStream]], sampling: list, options: dict) -> list:
+def _generate(engine: Any, ready: Sequence[tuple[int, Prompt, TextStream]], sampling: list, clock: Clock, options: dict) -> list:
     def on_token(i: int, token: int) -> bool:
+        clock.tick(i)
         stream = ready[i][2]
         stream.push(token)
         return stream.stopped
@@ -133,11 +113,18 @@ def _generate(engine: Any, ready: Sequence[tuple[int, Prompt, TextStream]], samp
     return engine.generate([prompt.tokens for _, prompt, _ in ready], sampling, on_token=on_token, **options)
 
 
-def show(record: dict) -> None:
-    """Print a record as the reference demo does: Prompt, Completion (or Error), an empty line."""
-    print("Prompt:", record["prompt"])
-    print("Completion:", record["completion"]) if "completion" in record else print("Error:", record["error"])
-    print(flush=True)
+def show(record: dict, max_seq_len: int) -> None:
+    """Print a record as the reference demo does: Prompt, Completion (or Error), an empty line; an answer that was cut says by what."""
+    prompt = record["prompt"]
+    if "error" in record:
+        shown = prompt if len(prompt) <= 100 else f"{prompt[:80]}... ({len(prompt)} characters)"
+        lines = [f"Prompt: {shown}", f"Error: {record['error']}"]
+    else:
+        lines = [f"Prompt: {prompt}", f"Completion: {record['completion']}"]
+        if record["finish_reason"] == "length":
+            full = record["prompt_tokens"] + record["completion_tokens"] >= max_seq_len
+            lines.append(f"(cut at {'max_seq_len' if full else 'max_new_tokens'})")
+    print(for_screen("\n".join(lines)), end="\n\n", flush=True)
 
 
 def write(record: dict, file: TextIO) -> None:

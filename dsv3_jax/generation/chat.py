@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation.stops import declared_ids, read_json, token_text
 from dsv3_jax.generation.text_stream import TextStream, byte_alphabet
 
 THINK_TAGS = ("<think>", "</think>")  # shown to the reader even where a tokenizer calls them special
@@ -42,13 +42,13 @@ class ChatTokenizer:
     def __init__(self, path: str | os.PathLike, config: ModelConfig):
         self.path = os.fspath(path)
         self._tokenizer = _load(self.path)
-        self._settings = _read_json(os.path.join(self.path, "tokenizer_config.json"), {})
+        self._settings = read_json(os.path.join(self.path, "tokenizer_config.json"))
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._alphabet = byte_alphabet()
         self.bos_token_id = self._special("bos_token")
         self.eos_token_id = self._special("eos_token")
         self._check_vocabulary(config)
-        self._check_special_ids(config, self._generation_eos())
+        self._check_special_ids(config)
         if self.bos_token_id is None:
             self.bos_token_id = config.bos_token_id
         self._check_round_trip()
@@ -105,10 +105,13 @@ class ChatTokenizer:
             raise ValueError(f"{self.path}: has no chat template; use raw prompts (--raw)")
         switches: dict[str, Any] = {"thinking": True} if thinking else {}
         try:
+            # Text, not ids: what tokenize=True returns has changed between versions of transformers (ids, then a mapping).
             text = self._renderer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **switches)
         except Exception as e:  # a template is a program from elsewhere: whatever it raises is about the template or the messages
             raise ValueError(f"{self.path}: the chat template fails on this conversation: {e}") from e
-        return str(text)
+        if not isinstance(text, str):
+            raise TypeError(f"apply_chat_template(tokenize=False) of transformers gave a {type(text).__name__} where a str is documented")
+        return text
 
     @functools.cached_property
     def _renderer(self):
@@ -121,8 +124,7 @@ class ChatTokenizer:
         return PreTrainedTokenizerFast(tokenizer_object=self._tokenizer, chat_template=self._template, **present)
 
     def _content(self, name: str) -> str | None:
-        token = self._settings.get(name)
-        return token.get("content") if isinstance(token, dict) else token  # plain, or {"__type": "AddedToken", "content": ...}
+        return token_text(self._settings, name, os.path.join(self.path, "tokenizer_config.json"))
 
     def _special(self, name: str) -> int | None:
         text = self._content(name)
@@ -132,14 +134,6 @@ class ChatTokenizer:
         if token is None:
             raise ValueError(f"{self.path}/tokenizer_config.json: {name} = {text!r} is not in tokenizer.json; take both from one release")
         return token
-
-    def _generation_eos(self) -> tuple[int, ...]:
-        path = os.path.join(self.path, "generation_config.json")
-        value = _read_json(path, {}).get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(i) is int for i in ids):
-            raise ValueError(f"{path}: eos_token_id = {value!r}: must be an integer or a list of integers")
-        return tuple(ids)
 
     def _find_template(self) -> str | None:
         path = os.path.join(self.path, "chat_template.jinja")
@@ -169,10 +163,10 @@ class ChatTokenizer:
                 "models; take the tokenizer files from the release that the weights come from"
             )
 
-    def _check_special_ids(self, config: ModelConfig, generation_eos: tuple[int, ...]) -> None:
+    def _check_special_ids(self, config: ModelConfig) -> None:
         remedy = "take the tokenizer files from the release that the weights come from"
-        bos = config.bos_token_id
-        for name, tokens in (("bos_token_id", () if bos is None else (bos,)), ("eos_token_id", {*config.eos_token_id, *generation_eos})):
+        bos, eos = config.bos_token_id, (*config.eos_token_id, *declared_ids(self.path, config))
+        for name, tokens in (("bos_token_id", () if bos is None else (bos,)), ("eos_token_id", eos)):
             for token in tokens:
                 if token not in self._added:
                     found = f"{name} {token} is {self._tokenizer.id_to_token(token)!r} here"
@@ -205,12 +199,23 @@ def sizes_match(tokens: int, vocab_size: int) -> bool:
     return 0 <= vocab_size - tokens <= max(vocab_size // 20, 256)
 
 
+# Kimi-K2 and Moonlight publish their tokenizer in this form only. The pattern has to be named: the converter's default splits
+# otherwise (Chinese, upper case), which gives other ids and no error, and so does AutoTokenizer, which uses that default.
+_TIKTOKEN = (
+    ". tiktoken.model is not enough, not even with --raw: it lacks the special tokens and the rule by which text is split. Take "
+    "tokenizer.json from a repository of the same model that has one, or make it once, in this folder, after pip install tiktoken: "
+    "TikTokenConverter('tiktoken.model', pattern=P, extra_special_tokens=S).converted().save('tokenizer.json'), with TikTokenConverter "
+    "from transformers.convert_slow_tokenizer, P the pat_str in the release's tokenization_*.py (not the default pattern), and S the "
+    "list of its special tokens by id, from the first id after those in tiktoken.model: added_tokens_decoder of tokenizer_config.json, "
+    "any id that it skips filled with '<|reserved_token_ID|>'"
+)
+
+
 def _load(path: str) -> tokenizers.Tokenizer:
     file = os.path.join(path, "tokenizer.json")
     if not os.path.exists(file):
-        there = [n for n in ("tiktoken.model", "tokenizer.model") if os.path.exists(os.path.join(path, n))]
-        hint = f" ({there[0]} alone is not enough: convert it to a fast tokenizer once with transformers)" if there else ""
-        raise ValueError(f"{path}: has no tokenizer.json{hint}; put the model's tokenizer.json and tokenizer_config.json there")
+        hint = _TIKTOKEN if os.path.exists(os.path.join(path, "tiktoken.model")) else ""
+        raise ValueError(f"{path}: has no tokenizer.json; put the model's tokenizer.json and tokenizer_config.json there{hint}")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(file)
     except Exception as e:  # the library raises plain Exception
@@ -220,18 +225,6 @@ def _load(path: str) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _read_json(path: str, default: dict) -> dict:
-    if not os.path.exists(path):
-        return default
-    try:
-        value = json.loads(_read_text(path))
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path}: not valid JSON ({e}); fetch the file again") from e
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
-    return value
 
 
 def _read_text(path: str) -> str:

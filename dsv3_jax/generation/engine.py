@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,15 +20,19 @@ from flax import nnx
 from dsv3_jax import sharding as sharding_lib
 from dsv3_jax.checkpoint import load, store
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation import requests, steps
 from dsv3_jax.generation import sampling as sampling_lib
-from dsv3_jax.generation import steps
+from dsv3_jax.generation.requests import Request
 from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.stops import stop_token_ids as read_stop_token_ids
+from dsv3_jax.kernels import dispatch
 from dsv3_jax.model.cache import KVCache, init_cache
 from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import Sharding
 
 DEFAULT_SEQ_LEN = 4096
-PREFILL_CHUNK = 2048  # tokens per row in one prefill call: bounds activation memory
+PREFILL_TOKENS = 8192  # of all rows in one prefill call: bounds activation memory
+LOGIT_TOKENS = 1024  # the same where every token's logits are wanted, half a GB for a vocabulary of 129,280
 
 OnToken = Callable[[int, int], bool | None]
 
@@ -68,7 +71,8 @@ class Engine:
         self._prefill = jax.jit(functools.partial(steps.prefill, graph), donate_argnames=("cache", "logits"))
         self._append_all = jax.jit(functools.partial(steps.every_token, graph), donate_argnames="cache")
         self._decode = jax.jit(functools.partial(steps.decode, graph), static_argnames="mode", donate_argnames="cache")
-        self._sample = jax.jit(steps.choose, static_argnames="mode")
+        self._choose = jax.jit(steps.choose, static_argnames="mode")
+        self._end = jax.jit(steps.end)
         self._init_cache = jax.jit(functools.partial(init_cache, config, options, sharding), static_argnums=(0, 1))
 
     @classmethod
@@ -91,43 +95,37 @@ class Engine:
         """Load a checkpoint made by convert.py onto a mesh.
 
         mesh: 'data=2,model=4'. dtype: 'bfloat16' or 'float32'. attn_impl: 'absorb' or 'naive'. gemm_impl: 'bf16', 'fp8', or None for
-        fp8 where both the checkpoint and the GPU have it. max_seq_len: prompt and answer together, per row; None for
-        4096 or what the model was trained for, if less. max_batch_size: rows that
-        run at once. config: a config.json that replaces the checkpoint's. The rest is documented in Options.
+        fp8 where the checkpoint is FP8 and the GPU has the kernels. max_seq_len: prompt and answer together, per row; None for 4096, or
+        max_position_embeddings if that is less. max_batch_size: rows that run at once. config: a config.json that replaces the
+        checkpoint's. The rest is documented in Options.
         Raises ValueError, before any weight is read, for arguments that do not fit each other, the model or the devices.
         """
         path = os.path.abspath(os.path.expanduser(os.fspath(path)))
         cfg = store.read_config(path)
         cfg = cfg if config is None else ModelConfig.from_json(config)
         max_seq_len = min(DEFAULT_SEQ_LEN, cfg.max_position_embeddings) if max_seq_len is None else max_seq_len
-        for name, value in (("max_seq_len", max_seq_len), ("max_batch_size", max_batch_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r}: must be a positive integer")
-        if max_seq_len > cfg.max_position_embeddings:
-            raise ValueError(f"max_seq_len = {max_seq_len}: the model's max_position_embeddings is {cfg.max_position_embeddings}")
+        max_seq_len = requests.whole("max_seq_len", max_seq_len, 2, cfg.max_position_embeddings)
+        max_batch_size = requests.whole("max_batch_size", max_batch_size, 1)
         options = Options(dtype, attn_impl, gemm_impl or "bf16", gate_dtype, reference_scale_fmt, implementation)
         options.check(cfg)
         sharding_lib.check(cfg, mesh, expert_axes)
-        eos = _eos_token_ids(path, cfg)
+        eos = read_stop_token_ids(path, cfg)
         use_compilation_cache()
         sharding = sharding_lib.make_sharding(mesh, expert_axes)
-        if gemm_impl is None and cfg.quantization_config and _has_fp8(sharding):
+        if gemm_impl is None and cfg.quantization_config and dispatch.choose("fp8_gemm", implementation) == "triton":
             options = dataclasses.replace(options, gemm_impl="fp8")
         graph, params = load.load_model(path, cfg, options, sharding, max_seq_len)
         return cls(cfg, options, sharding, graph, params, max_seq_len=max_seq_len, max_batch_size=max_batch_size, eos_token_ids=eos)
 
     def check_prompt(self, tokens: Sequence[int]) -> None:
-        """Raise ValueError for a prompt that cannot run: empty, too long for max_seq_len, or with ids outside the vocabulary."""
-        if not len(tokens):
-            raise ValueError("prompt: holds no tokens")
-        if len(tokens) >= self.max_seq_len:
-            raise ValueError(f"prompt: {len(tokens)} tokens leave no room for an answer within max_seq_len {self.max_seq_len}")
-        bad = [t for t in tokens if not 0 <= t < self.config.vocab_size]
-        if bad:
-            raise ValueError(f"prompt: token id {bad[0]} lies outside the vocabulary (vocab_size {self.config.vocab_size})")
+        """Raise ValueError for a prompt that `generate` cannot run: empty, too long for max_seq_len, or not token ids of the vocabulary."""
+        requests.check_prompt(tokens, self.config.vocab_size, self.max_seq_len - 1)
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Logits after every token of every prompt: a list of float32 arrays (tokens, vocab_size). Raises as `check_prompt`."""
+        """Logits after every token of every prompt: a list of float32 arrays (tokens, vocab_size).
+
+        Raises ValueError, before anything runs, for a prompt that is empty, longer than max_seq_len or not token ids.
+        """
         return [logits for logits, _ in self._every_token(prompts)]
 
     def routing(self, prompts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -135,14 +133,15 @@ class Engine:
         return [routing for _, routing in self._every_token(prompts)]
 
     def _every_token(self, prompts):
-        self._check_all(prompts)
+        vocab, most = self.config.vocab_size, self.max_seq_len
+        prompts = [requests.check_prompt(p, vocab, most, f"prompt {i}") for i, p in enumerate(requests.as_list(prompts))]
         results = []
         for start in range(0, len(prompts), self.max_batch_size):
             batch, chunks = prompts[start : start + self.max_batch_size], []
             with self._running():
                 cache = self._start(batch, max(map(len, batch)))
-                for tokens, new in self._chunks(batch):
-                    cache, *rest = self._append_all(self.params, cache, self._put(tokens), self._put(new))
+                for tokens, new in self._chunks(batch, LOGIT_TOKENS):
+                    cache, *rest = self._append_all(self.params, cache, tokens, new)
                     chunks.append([np.asarray(a) for a in rest])
             logits, ids, weights = (np.concatenate(parts, axis=-2) for parts in zip(*chunks, strict=True))
             for i, p in enumerate(batch):
@@ -162,66 +161,42 @@ class Engine:
 
         sampling: one for all prompts, or one each. stop_token_ids: None for the checkpoint's end-of-sequence ids, () for none.
         on_token(i, token) is called on the host, in order, for each token of prompt i as it arrives; True ends that prompt.
-        Raises ValueError before anything runs if a prompt does not pass `check_prompt`.
+        Raises ValueError before anything runs for a prompt that does not pass `check_prompt` and for settings out of range, and
+        RuntimeError if the model's logits are not finite.
         """
-        self._check_all(prompts)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {max_new_tokens!r}: must be at least 1")
-        rows = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        if len(rows) != len(prompts):
-            raise ValueError(f"sampling: {len(rows)} given for {len(prompts)} prompts; give one, or one each")
-        stops = frozenset(self.eos_token_ids if stop_token_ids is None else stop_token_ids)
+        todo = requests.make_requests(prompts, sampling, max_new_tokens, self.config.vocab_size, self.max_seq_len)
+        stops = list(self.eos_token_ids) if stop_token_ids is None else requests.check_stops(stop_token_ids)
         done: list[Completion] = []
-        for start in range(0, len(prompts), self.max_batch_size):
-            end = start + self.max_batch_size
+        for start in range(0, len(todo), self.max_batch_size):
             with self._running():
-                done += self._generate_batch(prompts[start:end], rows[start:end], max_new_tokens, stops, on_token, start)
+                done += self._generate_batch(todo[start : start + self.max_batch_size], stops, on_token, start)
         return done
 
-    def _generate_batch(self, prompts, rows, max_new_tokens, stops, on_token, first) -> list[Completion]:
+    def _generate_batch(self, batch: list[Request], stops: list[int], on_token: OnToken | None, first: int) -> list[Completion]:
         began = time.perf_counter()
-        limits = [min(max_new_tokens, self.max_seq_len - len(p)) for p in prompts]
-        cache = self._start(prompts, max(len(p) + n for p, n in zip(prompts, limits, strict=True)))
-        batch = cache.lengths.shape[0]
-        settings = sampling_lib.stack([*rows, *[Sampling()] * (batch - len(rows))])
-        mode = sampling_lib.mode(rows)
-        logits = jnp.zeros((batch, self.config.vocab_size), jnp.float32, out_sharding=self.sharding.named("batch", "vocab"))
-        for tokens, new in self._chunks(prompts):
-            cache, logits = self._prefill(self.params, cache, self._put(tokens), self._put(new), logits)
-        token = self._sample(logits, cache.lengths, settings, mode=mode)
+        prompts = [r.tokens for r in batch]
+        cache = self._start(prompts, max(len(r.tokens) + r.limit for r in batch))
+        rows, mode = self._rows(batch, stops, cache.lengths.shape[0]), sampling_lib.mode([r.sampling for r in batch])
+        logits = jnp.zeros((len(rows.left), self.config.vocab_size), jnp.float32, out_sharding=self.sharding.named("batch", "vocab"))
+        for tokens, new in self._chunks(prompts, PREFILL_TOKENS):
+            cache, logits = self._prefill(self.params, cache, tokens, new, logits)
+        rows = self._choose(logits, cache.lengths, rows, mode=mode)
 
-        texts: list[list[int]] = [[] for _ in prompts]
-        reasons: dict[int, str] = {}
-        first_token = 0.0
-        for step in range(max(limits)):
-            # The next step is under way before this step's tokens are read: the host runs one step behind the device.
-            if step + 1 < max(limits):
-                cache, following = self._decode(self.params, cache, token, settings, mode=mode)
-            host = np.asarray(token)
+        answers = [_Answer(r, set(stops)) for r in batch]
+        unread, chosen, longest, first_token = [rows.token], 1, max(r.limit for r in batch), 0.0
+        while True:
+            # The host reads one step behind the device; only the first token waits for nothing else.
+            while first_token and len(unread) < 2 and chosen < longest:
+                cache, rows = self._decode(self.params, cache, rows, mode=mode)
+                unread.append(rows.token)
+                chosen += 1
+            token = np.asarray(unread.pop(0))
             first_token = first_token or time.perf_counter() - began
-            for i in range(len(prompts)):
-                if i in reasons:
-                    continue
-                chosen = int(host[i])
-                if chosen in stops:
-                    reasons[i] = "stop"
-                    continue
-                texts[i].append(chosen)
-                if on_token is not None and on_token(first + i, chosen):
-                    reasons[i] = "stop"
-                elif len(texts[i]) == limits[i]:
-                    reasons[i] = "length"
-            if len(reasons) == len(prompts):
-                break
-            token = following
-        return [Completion(t, reasons[i], len(prompts[i]), first_token) for i, t in enumerate(texts)]
-
-    def _check_all(self, prompts: Sequence[Sequence[int]]) -> None:
-        for i, p in enumerate(prompts):
-            try:
-                self.check_prompt(p)
-            except ValueError as e:
-                raise ValueError(f"prompt {i}: {str(e).removeprefix('prompt: ')}") from None
+            ended = [a.add(int(token[i]), first + i, on_token) for i, a in enumerate(answers)]
+            if all(a.reason for a in answers):
+                return [Completion(a.tokens, a.reason, len(a.request.tokens), first_token) for a in answers]
+            if any(ended):
+                rows = self._end(rows, np.array(ended + [False] * (len(rows.left) - len(ended))))
 
     @contextlib.contextmanager
     def _running(self):
@@ -230,42 +205,60 @@ class Engine:
             yield
 
     def _start(self, prompts, slots: int) -> KVCache:
-        """An empty cache for these prompts, its rows and slots rounded up so that few shapes are compiled."""
-        rows = self.sharding.size("batch")
-        rows *= steps.bucket(-(-len(prompts) // rows))
-        return self._init_cache(rows, steps.bucket(slots, steps.SMALLEST_CACHE))
+        """An empty cache for these prompts: rows and slots are rounded up, so that few shapes are compiled, but not past the limits."""
+        most = -(-self.max_seq_len // steps.SMALLEST_CACHE) * steps.SMALLEST_CACHE
+        return self._init_cache(self._row_count(len(prompts)), min(steps.bucket(slots, steps.SMALLEST_CACHE), most))
 
-    def _chunks(self, prompts):
-        """The prompts as padded arrays: tokens (B, T) and how many of them are real (B,), a chunk of each prompt at a time."""
+    def _row_count(self, prompts: int) -> int:
         data = self.sharding.size("batch")
-        batch = data * steps.bucket(-(-len(prompts) // data))
-        longest = max(map(len, prompts))
-        for start in range(0, longest, PREFILL_CHUNK):
-            width = min(steps.bucket(longest - start, steps.SMALLEST_WIDTH), PREFILL_CHUNK)
-            tokens, new = np.zeros((batch, width), np.int32), np.zeros((batch,), np.int32)
+        return data * min(steps.bucket(-(-prompts // data)), -(-self.max_batch_size // data))
+
+    def _rows(self, batch: list[Request], stops: list[int], count: int) -> steps.Rows:
+        padding = count - len(batch)
+        put = functools.partial(jax.device_put, device=self.sharding.named(None))
+        return steps.Rows(
+            token=put(np.zeros(count, np.int32)),
+            active=put(np.array([True] * len(batch) + [False] * padding)),
+            left=put(np.array([r.limit for r in batch] + [0] * padding, np.int32)),
+            settings=put(sampling_lib.stack([r.sampling for r in batch] + [Sampling()] * padding)),
+            stops=put(np.array(stops, np.int32)),
+        )
+
+    def _chunks(self, prompts, budget: int):
+        """The prompts on the device, padded: tokens (B, T) and how many of them are real (B,), about `budget` tokens at a time."""
+        count, longest = self._row_count(len(prompts)), max(map(len, prompts))
+        widest = max(steps.SMALLEST_WIDTH, steps.bucket(budget // count + 1) // 2)
+        for start in range(0, longest, widest):
+            width = min(steps.bucket(longest - start, steps.SMALLEST_WIDTH), widest)
+            tokens, new = np.zeros((count, width), np.int32), np.zeros((count,), np.int32)
             for i, p in enumerate(prompts):
                 part = p[start : start + width]
                 tokens[i, : len(part)], new[i] = part, len(part)
-            yield tokens, new
-
-    def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self.sharding.named("batch", *(None,) * (array.ndim - 1)))
+            yield tuple(jax.device_put(a, self.sharding.named("batch", *(None,) * (a.ndim - 1))) for a in (tokens, new))
 
 
-def _has_fp8(sharding: Sharding) -> bool:
-    device = sharding.mesh.devices.flat[0]
-    return device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8.9
+@dataclasses.dataclass
+class _Answer:
+    """One prompt's answer as it grows on the host."""
 
+    request: Request
+    stops: set[int]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    reason: str = ""
 
-def _eos_token_ids(path: str, config: ModelConfig) -> tuple[int, ...]:
-    """End-of-sequence ids: those of generation_config.json, else those of config.json."""
-    file = os.path.join(path, "generation_config.json")
-    ids = None
-    if os.path.exists(file):
-        with open(file, encoding="utf-8") as f:
-            ids = json.load(f).get("eos_token_id")
-    ids = config.eos_token_id if ids is None else ids
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    def add(self, token: int, index: int, on_token: OnToken | None) -> bool:
+        """Take the next token, unless the answer has ended; True if it ended here for a reason that the device does not know."""
+        if self.reason:
+            return False
+        if token == steps.BROKEN:
+            raise RuntimeError(f"prompt {index}: the model's logits are not finite; run verify.py on the checkpoint")
+        if token in self.stops:
+            self.reason = "stop"
+            return False
+        self.tokens.append(token)
+        asked = on_token is not None and bool(on_token(index, token))
+        self.reason = "stop" if asked else "length" if len(self.tokens) == self.request.limit else ""
+        return asked
 
 
 def use_compilation_cache() -> None:

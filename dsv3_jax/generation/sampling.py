@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 
 import jax
@@ -18,9 +19,10 @@ import numpy as np
 class Sampling:
     """How one prompt's tokens are chosen.
 
-    temperature: 0 is greedy. top_k: keep the k likeliest tokens, 0 keeps all. top_p: then keep the fewest tokens whose probability
-    reaches p, 1 keeps all. seed: the same prompt with the same Sampling gives the same tokens, whatever runs beside it.
-    Raises ValueError for values out of range.
+    temperature: 0 is greedy, and so is anything below 1e-5. top_k: keep the k likeliest tokens, 0 keeps all. top_p: then keep the
+    fewest tokens whose probability reaches p, 1 keeps all. seed: randomness is fixed by the seed and the token's position alone, so
+    that what runs beside a prompt does not change its answer. (In bf16 a batch of another size may round otherwise, which can decide
+    between two tokens that are all but equally good.) Raises ValueError for values out of range.
     """
 
     temperature: float = 0.0
@@ -29,27 +31,36 @@ class Sampling:
     seed: int = 965
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise ValueError(f"{name} = {value!r}: must be a finite number")
+        if self.temperature < 0:
             raise ValueError(f"temperature = {self.temperature!r}: must be 0 (greedy) or positive")
-        if self.top_k < 0 or self.top_k != int(self.top_k):
-            raise ValueError(f"top_k = {self.top_k!r}: must be 0 (off) or a positive integer")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p!r}: must lie in (0, 1]; 1 is off")
-        if self.seed != int(self.seed) or not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed = {self.seed!r}: must be an integer from 0 to 2^32 - 1")
+        for name, high in (("top_k", 2**31 - 1), ("seed", 2**32 - 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= high:
+                raise ValueError(f"{name} = {value!r}: must be an integer from 0 to {high}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < 1e-5
 
 
 def mode(rows: Sequence[Sampling]) -> str:
     """The cheapest of 'greedy', 'random' and 'filtered' that serves all rows; each compiles once."""
-    if all(r.temperature == 0 for r in rows):
+    if all(r.greedy for r in rows):
         return "greedy"
-    return "random" if all(r.temperature == 0 or (r.top_k == 0 and r.top_p == 1) for r in rows) else "filtered"
+    return "random" if all(r.greedy or (r.top_k == 0 and r.top_p == 1) for r in rows) else "filtered"
 
 
 def stack(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
     """The rows' settings as arrays (B,), for `sample`."""
     return {
-        "temperature": np.array([r.temperature for r in rows], np.float32),
+        "temperature": np.array([0 if r.greedy else r.temperature for r in rows], np.float32),
         "top_k": np.array([r.top_k for r in rows], np.int32),
         "top_p": np.array([r.top_p for r in rows], np.float32),
         "seed": np.array([r.seed for r in rows], np.uint32),

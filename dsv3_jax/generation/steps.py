@@ -1,9 +1,11 @@
 """The compiled steps of the engine: append a chunk of prompt, append one token, choose the next.
 
-B rows, T tokens per row, D hidden_size, V vocab_size, L MoE layers, K num_experts_per_tok.
+B rows, T tokens per row, V vocab_size, L MoE layers, K num_experts_per_tok.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,23 @@ from dsv3_jax.generation import sampling
 
 SMALLEST_WIDTH = 16  # tokens per row in a prefill call
 SMALLEST_CACHE = 128  # slots per row
+BROKEN = -1  # in place of a token: the row's logits are not finite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What decides about a batch's rows, whole on every device.
+
+    token (B,) int32: the last one chosen. active (B,) bool: still to be continued. left (B,) int32: tokens that the row may still get.
+    settings: sampling.stack. stops (N,) int32: the ids that end a row.
+    """
+
+    token: jax.Array
+    active: jax.Array
+    left: jax.Array
+    settings: dict[str, jax.Array]
+    stops: jax.Array
 
 
 def bucket(n: int, smallest: int = 1) -> int:
@@ -37,15 +56,25 @@ def every_token(graph, params, cache, tokens, new):
     return cache, *(jax.sharding.reshard(a, jax.P()) for a in (model.lm_head(hidden), ids, weights))
 
 
-def decode(graph, params, cache, tokens, settings, *, mode):
-    """Append one token per row, tokens (B,), and choose the next: returns the cache and tokens (B,) on every device."""
+def decode(graph, params, cache, rows, *, mode):
+    """Append each active row's token and choose its next; rows that have ended cost no expert and no cache slot."""
     model = nnx.merge(graph, params)
-    rows = jax.sharding.reshard(tokens, model.lm_head.sharding.spec("batch"))
-    hidden, cache, _ = model(rows[:, None], jnp.ones_like(rows), cache)
-    return cache, choose(model.lm_head(hidden)[:, 0], cache.lengths, settings, mode=mode)
+    by_row = model.lm_head.sharding.spec("batch")
+    token, new = (jax.sharding.reshard(a, by_row) for a in (rows.token, rows.active.astype(jnp.int32)))
+    hidden, cache, _ = model(token[:, None], new, cache)
+    return cache, choose(model.lm_head(hidden)[:, 0], cache.lengths, rows, mode=mode)
 
 
-def choose(logits, lengths, settings, *, mode):
-    """The next token of each row: every device chooses from whole rows, so that every process reads the same tokens."""
-    whole = jax.P()
-    return sampling.sample(jax.sharding.reshard(logits, whole), settings, jax.sharding.reshard(lengths, whole), mode)
+def choose(logits, lengths, rows, *, mode):
+    """Choose each row's next token from logits (B, V): every device from whole rows, so that every process reads the same tokens."""
+    logits, lengths = jax.sharding.reshard(logits, jax.P()), jax.sharding.reshard(lengths, jax.P())
+    token = sampling.sample(logits, rows.settings, lengths, mode)
+    token = jnp.where(jnp.isfinite(logits.max(axis=-1)), token, BROKEN)
+    left = rows.left - rows.active
+    active = rows.active & (left > 0) & ~(token[:, None] == rows.stops).any(axis=-1)
+    return dataclasses.replace(rows, token=token, active=active, left=left)
+
+
+def end(rows, ended):
+    """End the rows in `ended` (B,) bool, for a reason that only the host knows."""
+    return dataclasses.replace(rows, active=rows.active & ~ended)

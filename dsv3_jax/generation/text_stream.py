@@ -1,8 +1,13 @@
-"""From tokens, one at a time, to text that is printed once and never taken back."""
+"""What becomes of tokens as they arrive: text that is printed once and never taken back, and the figures of a run."""
 
 from __future__ import annotations
 
 import codecs
+import collections
+import dataclasses
+import re
+import sys
+import time
 from collections.abc import Callable, Sequence
 
 
@@ -69,6 +74,74 @@ def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
     if isinstance(stop, str) or any(not s for s in stop):
         raise ValueError(f"--stop = {stop!r}: must be a list of strings that are not empty")
     return tuple(stop)
+
+
+def for_screen(text: str) -> str:
+    """Return `text` as standard output is to show it: a terminal gets \\x1b in place of a control character that it would obey."""
+    if not sys.stdout.isatty():
+        return text
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c.group()):02x}", text)  # all but \t and \n
+
+
+class Clock:
+    """Times one batch, an Engine.generate call: made as it begins, tick(i) for every token of prompt i.
+
+    `tokens` counts them. `steady` counts those from each prompt's third on, which took `steady_seconds`: the first token waits for the
+    prompt, and the first two for what has to be compiled.
+    """
+
+    def __init__(self):
+        self.tokens = self.steady = 0
+        self._since, self._counts = time.perf_counter(), collections.Counter[int]()
+        self._first = self._second = self._last = 0.0
+
+    def tick(self, prompt: int) -> None:
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self._counts[prompt] += 1
+        self.tokens += 1
+        self.steady += self._counts[prompt] > 2
+        if self._counts[prompt] == 2:
+            self._second = self._second or self._last
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._since
+
+    @property
+    def steady_seconds(self) -> float:
+        return self._last - self._second if self.steady else 0.0
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token; 0 if there was none."""
+        return self._first - self._since if self._first else 0.0
+
+
+@dataclasses.dataclass
+class Figures:
+    """What a run has done so far: generated tokens, seconds spent generating, and seconds to each prompt's first token."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steady: int = 0
+    steady_seconds: float = 0.0
+    first: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, clock: Clock, first: Sequence[float] | None = None) -> None:
+        """Count a batch that ends now; `first` is each prompt's time to first token, if they are known apart."""
+        self.seconds += clock.seconds
+        self.tokens += clock.tokens
+        self.steady += clock.steady
+        self.steady_seconds += clock.steady_seconds
+        self.first += [seconds for seconds in ([clock.first] if first is None else first) if seconds]
+
+    def __str__(self) -> str:
+        rate = f"{self.tokens / self.seconds if self.seconds else 0.0:.2f}"
+        if self.steady_seconds:
+            rate += f" in all, {self.steady / self.steady_seconds:.2f} after the second token"
+        first = f"{sum(self.first) / len(self.first):.3f} s{' (mean)' if len(self.first) > 1 else ''}" if self.first else "none"
+        return f"tokens: {self.tokens}  seconds: {self.seconds:.2f}  tokens per second: {rate}  time to first token: {first}"
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -5,6 +5,9 @@ experts. G groups, PN = P * N rows of each group's weight, K columns; a tile is 
 group the product is turned round (SWAP): w's rows are then wgmma's M, which is 64 at least, and x's rows its N, 8 at least.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+# Gluon's language is not Python's: a constexpr stands where its annotations ask for an int, a layout or a dtype.
 from __future__ import annotations
 
 import jax
@@ -34,11 +37,12 @@ class _Shape:
     BK: gl.constexpr
     STAGES: gl.constexpr
     SWAP: gl.constexpr
-    SCALED: gl.constexpr  # FP8 codes with block scales
+    SCALED: gl.constexpr  # w holds FP8 codes with block scales
+    DEQUANT: gl.constexpr  # only w does: its codes become bf16 on their way to the product
     CONSUMERS: gl.constexpr
     PARTS: gl.constexpr  # products that a consumer computes one after the other in each step, to need fewer registers
     ZERO: gl.constexpr  # write zeros to the rows in no group
-    COALESCE: gl.constexpr  # bring results into row order before they are stored
+    COALESCE: gl.constexpr  # bring results into row order before they are stored: 4-byte ones fill their sectors as they are
 
 
 @gluon.jit
@@ -73,6 +77,12 @@ def _advance(stage, phase, c):
 
 
 @gluon.jit
+def _before(stage, c):
+    # Not a variable kept from the step before: Triton takes `last = stage` in a loop for the stage of this step.
+    return gl.where(stage == 0, c.STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _load(x_desc, w_desc, x_tile, w_tile, full, empty, sizes, c):
     tile_end, row_end = _plan(sizes, c)
     total = gl.max(tile_end, 0) * ((c.PN + c.BN - 1) // c.BN)
@@ -88,7 +98,7 @@ def _load(x_desc, w_desc, x_tile, w_tile, full, empty, sizes, c):
 
 
 @gluon.jit
-def _store(out, value, row, end, col, LAYOUT: gl.constexpr, c):
+def _store(out, value, row, end, col, c):
     """Store value, whose dims are (columns, rows) with SWAP and (rows, columns) otherwise."""
     if c.SWAP:
         value = value.permute((1, 0))
@@ -108,8 +118,8 @@ def _store(out, value, row, end, col, LAYOUT: gl.constexpr, c):
 
 
 @gluon.jit
-def _scale_pointers(x_scale, w_scale, g, row, col, part, c, LAYOUT: gl.constexpr):
-    """Where the scales of one part of a tile begin: x's per row, w's for its one block of 128 rows."""
+def _scales_of(x_scale, w_scale, g, row, col, part, M, LAYOUT: gl.constexpr, c):
+    """Where the scales of one part of a tile begin: x's per row, w's for the one block of 128 rows that the part lies in."""
     KB: gl.constexpr = (c.K + 127) // 128
     PER: gl.constexpr = (c.BN if c.SWAP else c.BM) // (c.CONSUMERS * c.PARTS)
     if c.SWAP:
@@ -117,12 +127,31 @@ def _scale_pointers(x_scale, w_scale, g, row, col, part, c, LAYOUT: gl.constexpr
         rows = row + gl.arange(0, c.BM, layout=gl.SliceLayout(0, LAYOUT))
     else:
         rows = row + part * PER + gl.arange(0, PER, layout=gl.SliceLayout(1, LAYOUT))
-    return x_scale + rows * KB, rows, w_scale + (g * ((c.PN + 127) // 128) + col // 128) * KB
+    return x_scale + rows * KB, rows < M, w_scale + (g * ((c.PN + 127) // 128) + col // 128) * KB
 
 
 @gluon.jit
-def _scaled(value, x_s, w_s, c):
-    s = x_s * w_s
+def _scales(x_at, seen, w_at, k, c):
+    """One scale per row of x."""
+    w_s = gl.load(w_at + k)
+    if c.DEQUANT:
+        return gl.full(seen.shape, 1.0, gl.float32, seen.type.layout) * w_s
+    return gl.load(x_at + k, mask=seen, other=0.0) * w_s
+
+
+@gluon.jit
+def _product(a, b, zero, LAYOUT: gl.constexpr, c):
+    if c.DEQUANT:
+        a = a.load(gl.DotOperandLayout(0, LAYOUT, 2))
+        a = a.to(gl.float16).to(gl.float32).to(gl.bfloat16)  # straight to bf16 goes through a unit eight times slower
+        part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+    else:
+        part = warpgroup_mma(a, b, zero, use_acc=False, max_num_imprecise_acc=128, is_async=True)
+    return warpgroup_mma_wait(0, deps=(part,))
+
+
+@gluon.jit
+def _scaled(value, s, c):
     return value * (s[None, :] if c.SWAP else s[:, None])
 
 
@@ -130,12 +159,11 @@ def _scaled(value, x_s, w_s, c):
 def _multiply(x_tile, w_tile, full, empty, sizes, x_scale, w_scale, out, M, WHO: gl.constexpr, c):
     PER: gl.constexpr = (c.BN if c.SWAP else c.BM) // (c.CONSUMERS * c.PARTS)  # rows of wgmma's M
     OTHER: gl.constexpr = c.BM if c.SWAP else c.BN
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OTHER, 32 if c.SCALED else 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OTHER, 32 if c.SCALED and not c.DEQUANT else 16])
     KB: gl.constexpr = (c.K + c.BK - 1) // c.BK
     FIRST: gl.constexpr = WHO * c.PARTS
-    COLS: gl.constexpr = (c.PN + c.BN - 1) // c.BN
     tile_end, row_end = _plan(sizes, c)
-    total = gl.max(tile_end, 0) * COLS
+    total = gl.max(tile_end, 0) * ((c.PN + c.BN - 1) // c.BN)
     a_tile = w_tile if c.SWAP else x_tile
     b_tile = x_tile if c.SWAP else w_tile
     zero = gl.zeros((PER, OTHER), gl.float32, layout=LAYOUT)
@@ -144,51 +172,46 @@ def _multiply(x_tile, w_tile, full, empty, sizes, x_scale, w_scale, out, M, WHO:
         g, row, end, col = _locate(t, tile_end, row_end, c)
         acc0 = gl.zeros((PER, OTHER), gl.float32, layout=LAYOUT)
         if c.SCALED:
-            x_at0, rows0, w_at0 = _scale_pointers(x_scale, w_scale, g, row, col, FIRST, c, LAYOUT)
-            x_next0, w_next0 = gl.load(x_at0, mask=rows0 < M, other=0.0), gl.load(w_at0)
+            x_at0, seen0, w_at0 = _scales_of(x_scale, w_scale, g, row, col, FIRST, M, LAYOUT, c)
+            next0 = _scales(x_at0, seen0, w_at0, 0, c)
             if c.PARTS == 2:
                 acc1 = gl.zeros((PER, OTHER), gl.float32, layout=LAYOUT)
-                x_at1, rows1, w_at1 = _scale_pointers(x_scale, w_scale, g, row, col, FIRST + 1, c, LAYOUT)
-                x_next1, w_next1 = gl.load(x_at1, mask=rows1 < M, other=0.0), gl.load(w_at1)
+                x_at1, seen1, w_at1 = _scales_of(x_scale, w_scale, g, row, col, FIRST + 1, M, LAYOUT, c)
+                next1 = _scales(x_at1, seen1, w_at1, 0, c)
             for k in range(KB):
-                x_s0, w_s0 = x_next0, w_next0
                 after = gl.minimum(k + 1, KB - 1)  # scales are fetched one step ahead
-                x_next0, w_next0 = gl.load(x_at0 + after, mask=rows0 < M, other=0.0), gl.load(w_at0 + after)
+                s0 = next0
+                next0 = _scales(x_at0, seen0, w_at0, after, c)
                 if c.PARTS == 2:
-                    x_s1, w_s1 = x_next1, w_next1
-                    x_next1, w_next1 = gl.load(x_at1 + after, mask=rows1 < M, other=0.0), gl.load(w_at1 + after)
+                    s1 = next1
+                    next1 = _scales(x_at1, seen1, w_at1, after, c)
                 mbarrier.wait(full.index(stage), phase)
                 a, b = a_tile.index(stage), b_tile.index(stage).permute((1, 0))
-                part = warpgroup_mma(a.slice(FIRST * PER, PER), b, zero, use_acc=False, max_num_imprecise_acc=128, is_async=True)
-                part = warpgroup_mma_wait(0, deps=(part,))
+                part = _product(a.slice(FIRST * PER, PER), b, zero, LAYOUT, c)
                 if c.PARTS == 1:
                     mbarrier.arrive(empty.index(stage), count=1)
-                acc0 += _scaled(part, x_s0, w_s0, c)
+                acc0 += _scaled(part, s0, c)
                 if c.PARTS == 2:
-                    a = a.slice((FIRST + 1) * PER, PER)
-                    part = warpgroup_mma(a, b, zero, use_acc=False, max_num_imprecise_acc=128, is_async=True)
-                    part = warpgroup_mma_wait(0, deps=(part,))
+                    part = _product(a.slice((FIRST + 1) * PER, PER), b, zero, LAYOUT, c)
                     mbarrier.arrive(empty.index(stage), count=1)
-                    acc1 += _scaled(part, x_s1, w_s1, c)
+                    acc1 += _scaled(part, s1, c)
                 stage, phase = _advance(stage, phase, c)
         else:
-            last = stage
             for k in range(KB):
                 mbarrier.wait(full.index(stage), phase)
                 a, b = a_tile.index(stage).slice(FIRST * PER, PER), b_tile.index(stage).permute((1, 0))
                 token = warpgroup_mma(a, b, acc0, is_async=True)
                 acc0 = warpgroup_mma_wait(1, deps=(token,))  # the product before this one is done: its tiles are free
-                mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
-                last = stage
+                mbarrier.arrive(empty.index(_before(stage, c)), count=1, pred=k > 0)
                 stage, phase = _advance(stage, phase, c)
             acc0 = warpgroup_mma_wait(0, deps=(acc0,))
-            mbarrier.arrive(empty.index(last), count=1)
+            mbarrier.arrive(empty.index(_before(stage, c)), count=1)
         TYPE: gl.constexpr = out.dtype.element_ty
         down, across = (0, FIRST * PER) if c.SWAP else (FIRST * PER, 0)
-        _store(out, acc0.to(TYPE), row + down, end, col + across, LAYOUT, c)
+        _store(out, acc0.to(TYPE), row + down, end, col + across, c)
         if c.SCALED and c.PARTS == 2:
-            down, across = (0, PER) if c.SWAP else (PER, 0)
-            _store(out, acc1.to(TYPE), row + FIRST * PER + down, end, col + across, LAYOUT, c)
+            gl.static_assert(not c.SWAP)
+            _store(out, acc1.to(TYPE), row + down + PER, end, col + across, c)
     if c.ZERO and WHO == 0:
         _store_zeros(out, gl.max(row_end, 0), M, c)
 
@@ -208,10 +231,10 @@ def _store_zeros(out, used, M, c):
 def _grouped(
     x_desc, w_desc, sizes, x_scale, w_scale, M, out,
     G: gl.constexpr, GP: gl.constexpr, PN: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, SWAP: gl.constexpr, SCALED: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr,
-    ZERO: gl.constexpr, COALESCE: gl.constexpr,
+    STAGES: gl.constexpr, SWAP: gl.constexpr, SCALED: gl.constexpr, DEQUANT: gl.constexpr,
+    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr, COALESCE: gl.constexpr,
 ):  # fmt: skip
-    c = _Shape(G, GP, PN, K, BM, BN, BK, STAGES, SWAP, SCALED, CONSUMERS, PARTS, ZERO, COALESCE)
+    c = _Shape(G, GP, PN, K, BM, BN, BK, STAGES, SWAP, SCALED, DEQUANT, CONSUMERS, PARTS, ZERO, COALESCE)
     x_tile = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, BK], x_desc.layout)
     w_tile = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -233,24 +256,27 @@ def _grouped(
 
 
 def grouped_gemm(x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest: bool, config: dict):
-    """The contract of kernels/grouped_gemm.py for bf16 x bf16 and FP8 x FP8; config holds BM, BN, STAGES, SWAP, CONSUMERS, PARTS."""
+    """The contract of kernels/grouped_gemm.py; config names BM, BN, STAGES, SWAP, CONSUMERS, PARTS and COALESCE."""
     (m, k), (g, p, n, _) = x.shape, w.shape
-    scaled = x_scale is not None
-    bm, bn, bk = config["BM"], config["BN"], 128 // x.dtype.itemsize
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.dtype.itemsize, rank=2)
+    bm, bn, bk = config["BM"], config["BN"], 128 // w.dtype.itemsize
     row_tiles = min(m, m // bm + min(g, m))
-    programs = min(config.get("PROGRAMS", PROGRAMS), row_tiles * -(-p * n // bn))
+    programs = min(PROGRAMS, row_tiles * -(-p * n // bn))
     return launch.call(
         _grouped,
-        TensorDescriptor.from_array(x, [bm, bk], layout=layout),
-        TensorDescriptor.from_array(w.reshape(g * p * n, k), [bn, bk], layout=layout),
+        TensorDescriptor.from_array(x, [bm, bk], layout=_rows_of_128_bytes(x)),
+        TensorDescriptor.from_array(w.reshape(g * p * n, k), [bn, bk], layout=_rows_of_128_bytes(w)),
         group_sizes,
-        x_scale if scaled else group_sizes,
-        w_scale if scaled else group_sizes,
+        group_sizes if x_scale is None else x_scale,
+        group_sizes if w_scale is None else w_scale,
         m,
         out_type=jax.ShapeDtypeStruct((m, p * n), jnp.dtype(out_dtype)),
         grid=(programs,),
         num_warps=4,
         G=g, GP=max(32, 1 << (g - 1).bit_length()), PN=p * n, K=k, BM=bm, BN=bn, BK=bk, STAGES=config["STAGES"], SWAP=config["SWAP"],
-        SCALED=scaled, CONSUMERS=config["CONSUMERS"], PARTS=config["PARTS"], ZERO=zero_rest, COALESCE=config["COALESCE"],
+        SCALED=w_scale is not None, DEQUANT=w_scale is not None and x_scale is None, CONSUMERS=config["CONSUMERS"],
+        PARTS=config["PARTS"], ZERO=zero_rest, COALESCE=config["COALESCE"] and jnp.dtype(out_dtype).itemsize == 2,
     )  # fmt: skip
+
+
+def _rows_of_128_bytes(a: jax.Array):
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * a.dtype.itemsize, rank=2)

@@ -7,16 +7,18 @@ import re
 
 import jax_triton
 from jax_triton import triton_lib
+from triton.backends.nvidia import compiler as cuda
 
 from dsv3_jax.kernels import dispatch
 
 
-def call(kernel, *args, out_type, grid, num_warps: int = 4, num_stages: int = 3, num_ctas: int = 1, **meta):
+def call(kernel, *args, out_type, grid, num_warps: int = 4, num_stages: int = 3, num_ctas: int = 1, registers: int | None = None, **meta):
     """jax_triton.triton_call for the GPU at hand, or for the one that dispatch.compile_only names.
 
-    out_type: a jax.ShapeDtypeStruct or a tuple of them. meta: the kernel's constexpr arguments.
+    out_type: a jax.ShapeDtypeStruct or a tuple of them. registers: most per thread, where several programs are to share an SM.
+    meta: the kernel's constexpr arguments.
     """
-    _launch_all_warps()
+    _mend_jax_triton()
     return jax_triton.triton_call(
         *args,
         kernel=kernel,
@@ -26,7 +28,7 @@ def call(kernel, *args, out_type, grid, num_warps: int = 4, num_stages: int = 3,
         num_stages=num_stages,
         num_ctas=num_ctas,
         compute_capability=dispatch.compute_capability(),
-        backend_options={"enable_fp_fusion": True},
+        backend_options={"enable_fp_fusion": True} | ({"maxnreg": registers} if registers else {}),
         **meta,
     )
 
@@ -43,11 +45,32 @@ class _Library:
     def __getattr__(self, name: str):
         return getattr(self._library, name)
 
-    def TritonKernel(self, name, num_warps, num_ctas, shared_bytes, ptx, *rest):  # noqa: N802
+    def TritonKernel(self, name, num_warps, num_ctas, shared_bytes, ptx, *rest):
         asked = re.search(r"\.reqntid (\d+)", ptx)
         return self._library.TritonKernel(name, int(asked[1]) // 32 if asked else num_warps, num_ctas, shared_bytes, ptx, *rest)
 
 
+class _GluonBackend(cuda.CUDABackend):
+    """Compiles Gluon as Triton itself does: a Gluon kernel says its own layouts, pipeline and waits.
+
+    jax-triton 0.4 sends it through the passes for plain Triton, which add a wait after every asynchronous product.
+    """
+
+    def make_ttir(self, mod, *_):
+        return mod
+
+    def make_ttgir(self, mod, metadata, options, capability):
+        return self.gluon_to_ttgir(mod, metadata, options, capability)
+
+
 @functools.cache
-def _launch_all_warps() -> None:
+def _mend_jax_triton() -> None:
     triton_lib.triton_kernel_call_lib = _Library(triton_lib.triton_kernel_call_lib)
+    plain = triton_lib.compile_ttir_inplace
+
+    def compile_inplace(module, backend, options, target):
+        # Plain Triton has no layouts yet at this point, and its module no number of warps.
+        gluon = any(line.startswith("module attributes") and "ttg.num-warps" in line for line in str(module).splitlines())
+        return plain(module, _GluonBackend(target) if gluon else backend, options, target)
+
+    triton_lib.compile_ttir_inplace = compile_inplace

@@ -9,6 +9,8 @@ groups swap their weights and running maxima through shared memory, so that one 
 This is FlashMLA's division of the work (github.com/deepseek-ai/FlashMLA, "seesaw" scheduling), with a schedule of its own.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# A kernel's text is Gluon, not Python: pyright cannot know its types.
 from __future__ import annotations
 
 import math
@@ -17,37 +19,14 @@ import jax
 import jax.numpy as jnp
 import jax_triton as jt
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from dsv3_jax.kernels.triton_impl import gluon_stages, launch
+from dsv3_jax.kernels.triton_impl import launch, mla_splits
 
-LATENT, ROPE = 512, 64
+LATENT = 512
 SMS = 132  # multiprocessors of an H100 or H200; on another card the tiles are cut less well
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _plan(lengths, tile, batch, slots, SHARES: gl.constexpr, ROWS: gl.constexpr):
-    """Return the row of a tile, its number of splits, its first and last pair of blocks and the row's length."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    index = gl.arange(0, ROWS, layout=LAYOUT)
-    length = gl.minimum(gl.load(lengths + index, mask=index < batch, other=0), slots)
-    pairs = (length + 127) // 128
-    chunk = gl.maximum((gl.sum(pairs, 0) + SHARES - 1) // SHARES, 1)
-    splits = (pairs + chunk - 1) // chunk
-    ends = gl.associative_scan(splits, 0, _add)
-    row = gl.sum((ends <= tile).to(gl.int32), 0)
-    own = index == row
-    first = (tile - gl.sum(gl.where(index < row, splits, 0), 0)) * chunk
-    last = gl.minimum(first + chunk, gl.sum(gl.where(own, pairs, 0), 0))
-    return row, gl.sum(gl.where(own, splits, 0), 0), first, last, gl.sum(gl.where(own, length, 0), 0)
 
 
 @gluon.jit
@@ -189,11 +168,12 @@ def _write(to, o, staged, head, H: gl.constexpr):
 
 
 @gluon.jit
-def _decode(q_half, q_rest, k_half, k_rest, lengths, batch, slots, out, partial, lse, H: gl.constexpr, SCALE: gl.constexpr,
-            SHARES: gl.constexpr, ROWS: gl.constexpr):
+def _decode(q_half, q_rest, k_half, k_rest, plan, slots, out, partial, lse, H: gl.constexpr, SCALE: gl.constexpr):
     HEAD_TILES: gl.constexpr = (H + 63) // 64
-    head, tile = gl.program_id(0) % HEAD_TILES * 64, gl.program_id(0) // HEAD_TILES
-    row, splits, first, last, length = _plan(lengths, tile, batch, slots, SHARES, ROWS)
+    head = gl.program_id(0) % HEAD_TILES * 64
+    plan += gl.program_id(0) // HEAD_TILES * 8
+    tile, row, splits = gl.load(plan), gl.load(plan + 1), gl.load(plan + 2)
+    first, pairs, left = gl.load(plan + 3), gl.load(plan + 4), gl.load(plan + 5)
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], q_half.layout)
     k_left = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], k_half.layout)
     k_right = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], k_half.layout)
@@ -210,7 +190,6 @@ def _decode(q_half, q_rest, k_half, k_rest, lengths, batch, slots, out, partial,
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(ready.index(i), count=1)
-    pairs, left = last - first, length - first * 128
     gl.warp_specialize([
         (_attend, (q_smem, k_left, k_right, k_rope, p_smem, stats, q_full, full, empty, ready, out, partial, lse, tile, row, head, splits,
                    left, pairs, H, SCALE, 0)),
@@ -221,59 +200,29 @@ def _decode(q_half, q_rest, k_half, k_rest, lengths, batch, slots, out, partial,
     ], [4, 1], [240, 24])
 
 
-@triton.jit
-def _combine(lengths, partial, lse, out, batch, slots, H: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr,
-             HEADS: tl.constexpr, SPLITS: tl.constexpr):
-    """Weigh the splits of HEADS heads of one row by their share of the softmax; rows with one split are complete already."""
-    row = tl.program_id(0)
-    index = tl.arange(0, ROWS)
-    length = tl.minimum(tl.load(lengths + index, mask=index < batch, other=0), slots)
-    pairs = (length + 127) // 128
-    chunk = tl.maximum((tl.sum(pairs, 0) + SHARES - 1) // SHARES, 1)
-    splits = (pairs + chunk - 1) // chunk
-    count = tl.sum(tl.where(index == row, splits, 0), 0)
-    if count == 1:
-        return
-    base = tl.sum(tl.where(index < row, splits, 0), 0)
-    split, cols = tl.arange(0, SPLITS), tl.arange(0, 512)
-    for h in range(tl.program_id(1) * HEADS, min((tl.program_id(1) + 1) * HEADS, H)):
-        top = tl.full((), float("-inf"), tl.float32)
-        for start in range(0, count, SPLITS):
-            found = tl.load(lse + (base + start + split) * H + h, mask=start + split < count, other=float("-inf"))
-            top = tl.maximum(top, tl.max(found, 0))
-        total, acc = tl.zeros((), tl.float32), tl.zeros((512,), tl.float32)
-        for start in range(0, count, SPLITS):
-            here = start + split < count
-            weight = tl.exp2(tl.load(lse + (base + start + split) * H + h, mask=here, other=float("-inf")) - top)
-            at = ((base + start + split) * H + h)[:, None] * 512 + cols[None, :]
-            acc += tl.sum(weight[:, None] * tl.load(partial + at, mask=here[:, None], other=0.0), 0)
-            total += tl.sum(weight, 0)
-        tl.store(out + (row * H + h) * 512 + cols, tl.where(total > 0, acc / total, 0.0).to(tl.bfloat16))
-
-
 def mla_decode(q: jax.Array, latent: jax.Array, lengths: jax.Array, scale: float) -> jax.Array:
     """q (B, H, 576) and latent (B, S, 576) bfloat16, lengths (B,) int32 -> (B, H, 512) bfloat16; see kernels/mla_decode.py."""
-    gluon_stages.use()
     batch, heads, width = q.shape
     slots = latent.shape[1]
     head_tiles = triton.cdiv(heads, 64)
     shares = max(1, SMS // head_tiles)
-    tiles = min(batch + shares, batch * triton.cdiv(slots, 128))
-    rows = max(128, triton.next_power_of_2(batch))
+    plan, firsts, counts = mla_splits.plan(lengths, slots, shares)
+    tiles = plan.shape[0]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q, latent = q.reshape(-1, width), latent.reshape(-1, width)
-    described = [jt.TensorDescriptor.from_array(x, [64, cols], layout=layout) for x in (q, latent) for cols in (256, 64)]
-    sizes = {"H": heads, "SHARES": shares, "ROWS": rows}
     out, partial, lse = launch.call(
-        _decode, *described, lengths, batch, slots, grid=(tiles * head_tiles,), num_warps=4, SCALE=scale * math.log2(math.e), **sizes,
+        _decode,
+        *(jt.TensorDescriptor.from_array(x, [64, cols], layout=layout) for x in (q, latent) for cols in (256, 64)),
+        plan,
+        slots,
         out_type=(
             jax.ShapeDtypeStruct((batch, heads, LATENT), jnp.bfloat16),
             jax.ShapeDtypeStruct((tiles, heads, LATENT), jnp.float32),
             jax.ShapeDtypeStruct((tiles, heads), jnp.float32),
         ),
-    )  # fmt: skip
-    per_program = max(1, batch * heads // 1024)
-    return launch.call(
-        _combine, lengths, partial, lse, out, batch, slots, grid=(batch, triton.cdiv(heads, per_program)), num_warps=4, **sizes,
-        HEADS=per_program, SPLITS=8, input_output_aliases={3: 0}, out_type=jax.ShapeDtypeStruct(out.shape, out.dtype),
-    )  # fmt: skip
+        grid=(tiles * head_tiles,),
+        H=heads,
+        SCALE=scale * math.log2(math.e),
+        num_warps=4,
+    )
+    return mla_splits.combine(firsts, counts, partial, lse, out, most=min(triton.cdiv(slots, 128), shares))

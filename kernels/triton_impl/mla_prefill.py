@@ -5,6 +5,8 @@ and values in blocks of 128. Each group starts the next block's scores before th
 (arXiv 2407.08608, section 3.2). The rotary part of the keys is one array for all heads, loaded beside the rest.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# A kernel's text is Gluon, not Python: pyright cannot know its types.
 from __future__ import annotations
 
 import math
@@ -17,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from dsv3_jax.kernels.triton_impl import gluon_stages, launch
+from dsv3_jax.kernels.triton_impl import launch
 
 NOPE, ROPE, VALUE = 128, 64, 128
 GROUP = 8  # heads that walk the queries together, so that their keys and values stay in the L2 cache
@@ -163,9 +165,10 @@ def _prefill(q_desc, q_pe_desc, k_desc, k_pe_desc, v_desc, start, new, tokens, s
     ], [4, 1], [240, 24])
 
 
-def mla_prefill(q: jax.Array, k_nope: jax.Array, k_pe: jax.Array, v: jax.Array, start: jax.Array, new: jax.Array, scale: float) -> jax.Array:
+def mla_prefill(
+    q: jax.Array, k_nope: jax.Array, k_pe: jax.Array, v: jax.Array, start: jax.Array, new: jax.Array, scale: float
+) -> jax.Array:
     """All bfloat16, start and new (B,) int32 -> (B, T, H, 128) bfloat16; see kernels/mla_prefill.py."""
-    gluon_stages.use()
     batch, tokens, heads, _ = q.shape
     slots = k_nope.shape[1]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -138,14 +138,14 @@ def rms_norm_quant(x: jax.Array, weight: jax.Array, eps: float, scale_fmt: str |
     *lead, k = x.shape
     out = _outputs((*lead,), k)
     groups = triton.next_power_of_2(-(-k // BLOCK))
-    c = {"num_warps": min(16, max(1, groups // 4))} | (config or {})
+    c = {"num_warps": min(8, max(1, groups // 4))} | (config or {})
     grid = (out[1].size // out[1].shape[-1],)
     return launch.call(_rms_norm_quant, x, weight, float(eps), out_type=out, grid=grid, K=k, UE8M0=scale_fmt == "ue8m0", GROUPS=groups, **c)
 
 
 def weight_dequant(codes: jax.Array, scale: jax.Array, dtype, config: dict | None = None) -> jax.Array:
     """As kernels.quantize.weight_dequant."""
-    *lead, n, k = codes.shape
-    c = {"ROWS": 64, "num_warps": 4} | (config or {})
+    n, k = codes.shape[-2:]
+    c = {"ROWS": 16, "num_warps": 2} | (config or {})
     grid = (triton.cdiv(k, 128), triton.cdiv(n, c["ROWS"]), codes.size // (n * k))
     return launch.call(_weight_dequant, codes, scale, n, out_type=jax.ShapeDtypeStruct(codes.shape, dtype), grid=grid, K=k, **c)

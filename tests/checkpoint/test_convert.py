@@ -117,7 +117,7 @@ def test_e8m0_and_u8_scales_become_float32(v3):
 def test_files_beside_the_weights(v3):
     extra = ("chat_template.jinja", "special_tokens_map.json", "tokenizer.model", "merges.txt", "vocab.json", "added_tokens.json")
     for name in extra:
-        (v3 / name).write_text(name)
+        (v3 / name).write_text(json.dumps({"name": name}))
     (v3 / "modeling_deepseek.py").write_text("raise SystemExit")
     (v3 / "tokenization_kimi.py").write_text("raise SystemExit")
     convert(str(v3), str(v3.parent / "out"))

@@ -9,6 +9,7 @@ import hf_folder
 import numpy as np
 import pytest
 
+from dsv3_jax.checkpoint import convert as convert_module
 from dsv3_jax.checkpoint import preflight, source, store
 from dsv3_jax.checkpoint.convert import convert
 
@@ -214,6 +215,19 @@ def test_tokenizer_that_is_an_lfs_pointer(v2):
     refused(v2, "Git-LFS pointers", "tokenizer.json")
 
 
+def test_files_beside_the_weights_that_are_broken(v2):
+    """One fault each, together with those of the weights; config.json has its own."""
+    (v2 / "generation_config.json").write_text("{")
+    (v2 / "tokenizer.json").write_text((v2 / "tokenizer.json").read_text()[:-10])
+    (v2 / "tokenizer_config.json").write_text("[]")
+    (v2 / "special_tokens_map.json").write_bytes(b"\xff\xfe")
+    (v2 / "chat_template.jinja").write_text("{% not JSON, and need not be %}")
+    hf_folder.edit(v2, {DOWN: None})
+    message = refused(v2, "broken (4)", "generation_config.json: not valid JSON", "tokenizer.json: not valid JSON", DOWN,
+                      "tokenizer_config.json: must hold a JSON object, holds list", "special_tokens_map.json: not valid JSON")  # fmt: skip
+    assert "5 faults" in message and "chat_template" not in message
+
+
 def test_other_folders(tmp_path, v2, v2_converted):
     refused(v2_converted, "made by convert.py, not a Hugging Face folder", f"generate.py --ckpt_path={v2_converted}", save=tmp_path / "out")
     refused(v2_converted / "params", "an Orbax checkpoint", save=tmp_path / "out")
@@ -257,6 +271,13 @@ def test_target(v2, monkeypatch):
 
 def test_budget_too_small(v2):
     refused(v2, "max_host_memory_gb = 0.001", max_host_memory_gb=0.001)
+    for value in (float("nan"), float("inf"), -float("inf"), 1e300):
+        refused(v2, f"max_host_memory_gb = {value}: must lie between 0.05 and", max_host_memory_gb=value)
+
+
+def test_budget_that_allows_no_worker_is_refused_before_anything_is_written(v2, monkeypatch):
+    monkeypatch.setattr(convert_module, "_COPIES", 10**6)
+    refused(v2, "max_host_memory_gb = 4: ", "raise the budget")
 
 
 def test_sizes_in_words():

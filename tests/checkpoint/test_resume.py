@@ -143,6 +143,42 @@ def test_a_second_run_at_the_same_time_is_refused(v3_source, tmp_path):
         convert(str(v3_source), str(tmp_path / "out"))
 
 
+def test_target_that_appears_after_the_checks(v3_source, tmp_path, monkeypatch):
+    """A second run that starts while the first one commits: refused at once, not after writing everything."""
+    real = workfolder.locked
+
+    def first_run_finishes(folder):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "file").touch()
+        return real(folder)
+
+    def never(*_):
+        raise AssertionError("wrote blocks")
+
+    monkeypatch.setattr(convert_module, "locked", first_run_finishes)
+    monkeypatch.setattr(convert_module, "_write_blocks", never)
+    with pytest.raises(ValueError, match="exists already"):
+        convert(str(v3_source), str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_folder_that_is_renamed_while_it_is_locked(tmp_path, monkeypatch):
+    """The lock of a folder that the first run has put in place by now must not count as the working folder's."""
+    real, work = workfolder.fcntl.flock, tmp_path / "out.converting"
+
+    def renamed_before(descriptor, operation):
+        if not (tmp_path / "out").exists():
+            os.rename(work, tmp_path / "out")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(workfolder.fcntl, "flock", renamed_before)
+    with workfolder.locked(str(work)):
+        assert sorted(os.listdir(tmp_path)) == ["out", "out.converting"]
+        with pytest.raises(ValueError, match="another process is writing there"), workfolder.locked(str(work)):
+            pass
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_strangers_in_the_working_folder(v3_source, tmp_path):
     (tmp_path / "out.converting").mkdir()
     (tmp_path / "out.converting" / "mine.txt").touch()

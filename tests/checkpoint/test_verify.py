@@ -103,14 +103,27 @@ def test_damaged_checkpoint(v3_source, v3_converted, tmp_path):
     block.write_bytes(data)
     (copy / "tokenizer.json").write_text("{}")
     (copy / "generation_config.json").unlink()
+    with pytest.raises(ValueError, match=r"lm_head.weight.*cannot be read; convert again .*Digest mismatch"):
+        verify(str(v3_source), str(copy))
+    data[100] ^= 4
+    block.write_bytes(data)
     found = verify(str(v3_source), str(copy)).different
-    assert [line.split(":")[0] for line in found] == ["lm_head.weight", "generation_config.json", "tokenizer.json"]
+    assert [line.split(":")[0] for line in found] == ["generation_config.json", "tokenizer.json"]
     os.truncate(block, 400)
     with pytest.raises(ValueError, match=r"lm_head.weight.*cannot be read; convert again"):
         verify(str(v3_source), str(copy))
     shutil.rmtree(block.parents[2])
-    with pytest.raises(ValueError, match="arrays are missing; convert the checkpoint again"):
+    with pytest.raises(ValueError, match=r"damaged, 1 files .*convert the checkpoint again(.|\n)*lm_head.weight/zarr.json: missing"):
         verify(str(v3_source), str(copy))
+
+
+@pytest.mark.parametrize("flags", [None, [], {}, {"skip_mtp": "no"}])
+def test_marker_without_flags(v3_source, v3_converted, tmp_path, flags):
+    marker = shutil.copytree(v3_converted, tmp_path / "out") / "dsv3_jax.json"
+    record = json.loads(marker.read_text())
+    marker.write_text(json.dumps({k: v for k, v in record.items() if k != "flags"} | ({} if flags is None else {"flags": flags})))
+    with pytest.raises(ValueError, match=r"dsv3_jax.json: flags = .*skip_mtp.*convert again"):
+        verify(str(v3_source), str(tmp_path / "out"))
 
 
 def test_skipped_mtp_is_not_a_difference(v3_source, tmp_path):

@@ -2,12 +2,14 @@
 
 `python fake_engine.py --ckpt_path=... ` runs it once; `run()` forks a server that has imported the slow libraries already. The engine
 follows dsv3_jax.Engine's interface, says $FAKE_REPLY (one token every $FAKE_DELAY seconds, then its end-of-sequence id) and notes
-every call in the file $FAKE_LOG. It takes prompts whose text holds "BOOM" badly: it raises, as a fault would.
+every call in the file $FAKE_LOG. It takes prompts whose text holds "BOOM" badly: it raises, as a fault would. It chooses kernels as the
+model does, one op as it is made and one more when it first answers. $FAKE_COMPILES: so many million rounds in C that no signal ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
@@ -22,6 +24,8 @@ import transformers  # noqa: F401
 
 from dsv3_jax import cli
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation.stops import stop_token_ids
+from dsv3_jax.kernels import dispatch
 
 
 @dataclasses.dataclass
@@ -36,6 +40,7 @@ class Engine:
     max_seq_len: int
     max_batch_size: int
     config: ModelConfig
+    options: types.SimpleNamespace
     tokenizer: tokenizers.Tokenizer
     eos_token_ids: tuple[int, ...]
 
@@ -44,23 +49,32 @@ class Engine:
         self = cls()
         self.__dict__.update(settings)
         self.config = ModelConfig.from_json(settings["config"] or f"{path}/config.json")
-        self.eos_token_ids = self.config.eos_token_id
+        self.max_seq_len = self.max_seq_len or min(4096, self.config.max_position_embeddings)
+        self.options = types.SimpleNamespace(gemm_impl=settings["gemm_impl"] or "bf16")
+        self.eos_token_ids = stop_token_ids(path, self.config)
         self.tokenizer = tokenizers.Tokenizer.from_file(f"{path}/tokenizer.json")
         _log(made=settings, path=path)
         if self.config.hidden_size % 128 and settings["mesh"] == "data=1,model=128":
             raise ValueError("mesh = 'data=1,model=128': does not divide hidden_size")
+        dispatch.choose("attend", settings["implementation"])
         return self
 
     def check_prompt(self, tokens):
         if len(tokens) >= self.max_seq_len:
-            raise ValueError(f"prompt: {len(tokens)} tokens leave no room within max_seq_len {self.max_seq_len}")
+            most = self.max_seq_len - 1
+            raise ValueError(f"prompt: {len(tokens)} tokens, and at most {most} fit; raise max_seq_len or shorten the prompt")
 
-    def generate(self, prompts, sampling, max_new_tokens=200, *, stop_token_ids=(), on_token=lambda i, token: None):
+    def generate(self, prompts, sampling, max_new_tokens=200, *, stop_token_ids=None, on_token=lambda i, token: None):
+        stop_token_ids = self.eos_token_ids if stop_token_ids is None else stop_token_ids
+        for op in ("attend", "grouped_gemm", "moe_sort"):
+            dispatch.choose(op, "xla")
         texts = [self.tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
         rows = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         _log(prompts=texts, seeds=[s.seed for s in rows], stop=stop_token_ids, sampling=[rows[0].temperature, rows[0].top_k, rows[0].top_p])
         if any("BOOM" in t for t in texts):
             raise ValueError("the machine is on fire")
+        if rounds := int(float(os.environ.get("FAKE_COMPILES", 0)) * 1e6):
+            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
         script = [*self.tokenizer.encode(os.environ["FAKE_REPLY"], add_special_tokens=False).ids, min(stop_token_ids)]
         limits = [min(max_new_tokens, self.max_seq_len - len(p)) for p in prompts]
         tokens, reasons = [[] for _ in prompts], {}

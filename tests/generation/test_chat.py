@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import random
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.chat import THINK_TAGS, ChatTokenizer, sizes_match
+from dsv3_jax.generation.text_stream import byte_alphabet
 
 GOLDEN = Path(__file__).parent / "golden_chat"
 FAMILIES = ("v3", "v2lite", "kimi_k2")
@@ -56,6 +62,31 @@ def test_conversations_become_the_golden_ids(family):
         assert prompt.tokens == golden["ids"]
         assert all(type(t) is int for t in prompt.tokens)
         assert prompt.opening == ""
+
+
+def test_ids_are_a_list_whatever_transformers_makes_of_tokenize(monkeypatch):
+    """transformers#41626: apply_chat_template(tokenize=True) gave a list of ids up to version 4 and gives a mapping since 5."""
+    own, calls = transformers.PreTrainedTokenizerFast.apply_chat_template, []
+
+    def spy(self, *args, **kwargs):
+        calls.append(kwargs)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "apply_chat_template", spy)
+    chat = load(GOLDEN / "v3")
+    [golden, *_] = json.loads((GOLDEN / "v3" / "chat.json").read_text("utf-8"))
+    tokens = chat.chat(golden["messages"]).tokens
+    assert type(tokens) is list and all(type(t) is int for t in tokens) and tokens == golden["ids"]
+    assert calls and all(c["tokenize"] is False for c in calls)
+    assert isinstance(own(chat._renderer, golden["messages"], tokenize=True), Mapping)  # what the code would have to unpack
+
+
+@pytest.mark.parametrize("given", [{"input_ids": [0, 309, 57], "attention_mask": [1, 1, 1]}, [0, 309, 57]])
+def test_anything_but_text_from_a_template_is_never_taken_for_text(monkeypatch, given):
+    chat = load(GOLDEN / "v3")
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "apply_chat_template", lambda self, *args, **kwargs: given)
+    with pytest.raises(TypeError, match=rf"gave a {type(given).__name__} where a str is documented"):
+        chat.chat(HELLO)
 
 
 @pytest.mark.parametrize("in_template", [True, False])
@@ -221,8 +252,33 @@ def test_missing_and_damaged_files(folder):
     with pytest.raises(ValueError, match=r"tokenizer.json: not a tokenizer .*Git-LFS"):
         load(folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"has no tokenizer.json; put"):
+    with pytest.raises(ValueError, match=r"has no tokenizer.json; put [^.]*.json and [^.]*.json there$"):
         load(folder)
-    (folder / "tiktoken.model").write_text("")
-    with pytest.raises(ValueError, match=r"has no tokenizer.json \(tiktoken.model alone is not enough"):
+
+
+def test_a_folder_with_tiktoken_only_says_what_works(tmp_path, monkeypatch):
+    """Kimi-K2 and Moonlight are published like this. The call that the message names is made, and its result gives the golden ids."""
+    folder = shutil.copytree(GOLDEN / "kimi_k2", tmp_path / "kimi")
+    own = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    alphabet, special = byte_alphabet(), {t["id"]: t["content"] for t in own["added_tokens"]}
+    ranks = {bytes(alphabet[c] for c in t): i for t, i in own["model"]["vocab"].items() if i not in special}
+    assert sorted(ranks.values()) == list(range(len(ranks)))
+    (folder / "tiktoken.model").write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), i) for t, i in ranks.items()))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json") as caught:
         load(folder)
+    message = str(caught.value)
+    assert "\n" not in message and "--raw" in message and "pip install tiktoken" in message and "pat_str" in message
+    [call] = re.findall(r"TikTokenConverter\('.*\.save\('tokenizer.json'\)", message)
+    assert "pattern=P, extra_special_tokens=S" in call  # the default pattern gives other ids, and no error
+
+    def read(file):  # as tiktoken.load.load_tiktoken_bpe, which would be one more package for one test
+        return {base64.b64decode(t): int(i) for t, i in map(bytes.split, Path(file).read_bytes().splitlines())}
+
+    monkeypatch.setattr(TikTokenConverter, "load_tiktoken_bpe", staticmethod(read))
+    monkeypatch.chdir(folder)
+    pattern = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # this tokenizer's: digits alone, then GPT-2's
+    names = [special.get(i, f"<|reserved_token_{i}|>") for i in range(len(ranks), max(special) + 1)]
+    eval(call, {"TikTokenConverter": TikTokenConverter, "P": pattern, "S": names})
+    for golden in json.loads((GOLDEN / "kimi_k2" / "chat.json").read_text("utf-8")):
+        assert load(folder).chat(golden["messages"]).tokens == golden["ids"]

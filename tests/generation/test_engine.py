@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import numpy as np
 import pytest
 
 from dsv3_jax import Engine, Sampling
@@ -41,7 +42,8 @@ def test_greedy_decoding_equals_teacher_forcing(v3):
 
 def test_prefill_in_chunks_equals_one_shot(v3, monkeypatch):
     whole, tokens = v3.logits(LONG), v3.generate(LONG, max_new_tokens=8, stop_token_ids=())
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(engine_module, "LOGIT_TOKENS", 64)
     for chunked, once in zip(v3.logits(LONG), whole, strict=True):
         tolerances.FLOAT32_SELF.check(chunked, once)
     again = v3.generate(LONG, max_new_tokens=8, stop_token_ids=())
@@ -112,9 +114,14 @@ def test_prompts_of_many_lengths_compile_no_more_than_the_buckets(engine):
     ("prompts", "message"),
     [
         ([[1], []], "prompt 1: holds no tokens"),
-        ([[1] * 256], "prompt 0: 256 tokens leave no room for an answer within max_seq_len 256"),
-        ([[320]], "prompt 0: token id 320 lies outside the vocabulary \\(vocab_size 320\\)"),
-        ([[-1]], "prompt 0: token id -1 lies outside"),
+        ([[1] * 257], "prompt 0: 257 tokens, and at most 25[56] fit"),
+        ([[320]], r"prompt 0\[0\] = 320: must be an integer from 0 to 319"),
+        ([[5, -1]], r"prompt 0\[1\] = -1: must be an integer from 0 to 319"),
+        ([[1.7]], r"prompt 0\[0\] = 1.7: must be an integer"),
+        ([[True]], r"prompt 0\[0\] = True: must be an integer"),
+        ([1, 2, 3], r"for one prompt write \[\[...\]\]"),
+        ("abc", "must be a list of prompts"),
+        (["abc"], "a text has to be tokenized first"),
     ],
 )
 def test_a_prompt_that_cannot_run_is_refused_before_any_does(v3, prompts, message):
@@ -127,6 +134,84 @@ def test_a_prompt_that_cannot_run_is_refused_before_any_does(v3, prompts, messag
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"max_new_tokens": 0}, "max_new_tokens = 0: must be an integer of at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens = 2.5: must be an integer"),
+        ({"sampling": None}, "sampling = None: must be one Sampling"),
+        ({"sampling": [Sampling()]}, "a list with one for each of the 2 prompts"),
+        ({"stop_token_ids": ["3"]}, "stop_token_ids = '3': must be an integer"),
+        ({"stop_token_ids": 3}, "stop_token_ids = 3: must be a list of token ids"),
+    ],
+)
+def test_settings_of_a_call_are_checked(v3, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        v3.generate([[5], [6]], **arguments)
+
+
+def test_a_prompt_may_fill_max_seq_len_where_no_answer_is_wanted(v3):
+    assert v3.logits([[7] * 256])[0].shape == (256, 320)
+
+
+def test_rows_that_have_ended_are_neither_cached_nor_routed(v3, monkeypatch):
+    """Five prompts make eight rows; one ends at its first token, one after three, and three are padding."""
+    prompts = [[5, 9, 13], [7] * 11, [40], [41], [42]]
+    free = [c.tokens for c in v3.generate(prompts, max_new_tokens=8, stop_token_ids=())]
+    lengths, decode = [], v3._decode
+
+    def spy(*arguments, **settings):
+        cache, rows = decode(*arguments, **settings)
+        lengths.append(np.asarray(cache.lengths).tolist())
+        return cache, rows
+
+    monkeypatch.setattr(v3, "_decode", spy)
+    stop = free[0][0]
+    done = v3.generate(prompts, max_new_tokens=8, stop_token_ids=(stop,))
+    for prompt, completion, length in zip(prompts, done, lengths[-1], strict=False):
+        # The token that ends an answer, or fills it up, is never appended.
+        assert length == len(prompt) + len(completion.tokens) - (completion.finish_reason == "length")
+    assert done[0].tokens == [] and lengths[-1][0] == 3 and lengths[-1][5:] == [0, 0, 0]
+
+
+def test_the_cache_stays_within_the_limits(engine):
+    small = engine("v3", max_batch_size=5, max_seq_len=150)
+    with small._running():
+        cache = small._start([[1]] * 5, 150)
+    assert cache.layers[0][0].shape[:2] == (5, 256)
+    assert engine("v3", max_batch_size=3)._row_count(3) == 3
+    with engine("v3", mesh="data=2,model=4")._running():
+        assert engine("v3", mesh="data=2,model=4")._row_count(3) == 4
+
+
+def test_neighbours_content_changes_nothing_in_bf16(engine):
+    """Bit for bit, in batches of one shape: what others say, and where they are routed, does not reach a row."""
+    half = engine("v3_dec", dtype="bfloat16")
+    crowds = [[[5, 9, 13], [n] * 16, [n + 1, 7], [n + 2] * 9] for n in (3, 60, 200)]
+    rows = [half.logits(crowd)[0] for crowd in crowds]
+    assert (rows[0] == rows[1]).all() and (rows[0] == rows[2]).all()
+    answers = [half.generate(crowd, Sampling(temperature=1.0), 12, stop_token_ids=())[0].tokens for crowd in crowds]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_bf16_decoding_follows_teacher_forcing(engine):
+    """Token by token or all at once differ by bf16 rounding: every greedy token is within that of the best one."""
+    half = engine("v3_dec", dtype="bfloat16")
+    for prompt, done in zip(PROMPTS, half.generate(PROMPTS, max_new_tokens=16, stop_token_ids=()), strict=True):
+        forced = half.logits([prompt + done.tokens[:-1]])[0][len(prompt) - 1 :]
+        behind = forced.max(-1) - np.take_along_axis(forced, np.array(done.tokens)[:, None], -1)[:, 0]
+        assert behind.max() <= 3 * tolerances.BF16_DECISIVE.rms
+
+
+def test_logits_that_are_not_finite_are_reported(engine):
+    broken = engine("v2lite", max_batch_size=2, max_seq_len=64)
+    norm = broken.params["norm"]["weight"]
+    broken.params["norm"]["weight"] = norm * np.nan
+    with pytest.raises(RuntimeError, match=r"logits are not finite; run verify.py"):
+        broken.generate([[5]], max_new_tokens=2)
+    broken.params["norm"]["weight"] = norm
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ({"mesh": "model=3"}, "does not divide this model; model can be 1, 2, 4"),
         ({"mesh": "data=16"}, "needs 16 devices, and 8 are here"),
         ({"mesh": "tensor=2"}, "must look like 'data=2,model=4'"),
@@ -134,9 +219,9 @@ def test_a_prompt_that_cannot_run_is_refused_before_any_does(v3, prompts, messag
         ({"dtype": "float16"}, "dtype = 'float16': must be one of bfloat16, float32"),
         ({"attn_impl": "flash"}, "attn_impl = 'flash': must be one of absorb, naive"),
         ({"gemm_impl": "fp8"}, "gemm_impl = 'fp8': the checkpoint's weights are not FP8"),
-        ({"max_seq_len": 0}, "max_seq_len = 0: must be a positive integer"),
-        ({"max_seq_len": 200000}, "the model's max_position_embeddings is 163840"),
-        ({"max_batch_size": 2.5}, "max_batch_size = 2.5: must be a positive integer"),
+        ({"max_seq_len": 0}, "max_seq_len = 0: must be an integer from 2 to 163840"),
+        ({"max_seq_len": 200000}, "max_seq_len = 200000: must be an integer from 2 to 163840"),
+        ({"max_batch_size": 2.5}, "max_batch_size = 2.5: must be an integer of at least 1"),
         ({"implementation": "triton"}, "implementation = 'triton'"),
     ],
 )

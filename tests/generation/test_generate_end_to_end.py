@@ -61,14 +61,16 @@ def test_greedy_answers_of_a_file(folders, expected, tmp_path):
     for row in rows:
         if row["prompt"] in expected:
             assert row["completion"] == expected[row["prompt"]]
-    assert result.stdout.startswith(f"Prompt: {questions[0]}\nCompletion: {expected[questions[0]]}\n\n")
+    assert result.stdout.startswith(f"Prompt: {questions[0]}\nCompletion: {expected[questions[0]]}\n")
 
 
 def test_greedy_answer_in_a_conversation(folders, expected):
     question, answer = next(iter(expected.items()))
     result = script("generate", f"--ckpt_path={folders[1]}", "--interactive", *FLAGS, stdin=f"{question}\n/clear\n{question}\n/exit\n")
     assert result.returncode == 0, result.stderr
-    assert result.stdout == f">>> {answer}\n>>> >>> {answer}\n>>> "
+    assert result.stdout == f">>> {question}\n{answer}\n>>> /clear\n>>> {question}\n{answer}\n>>> /exit\n"
+    [kernels] = [line for line in result.stderr.splitlines() if line.startswith("kernels: ")]
+    assert {"attend", "grouped_gemm"} <= set(kernels.removeprefix("kernels: ").removesuffix(" on xla").split(", "))
 
 
 def test_a_hugging_face_folder_is_refused(folders):

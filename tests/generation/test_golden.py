@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from tests.golden import load
 
 PLAIN = [f for f in load.FAMILIES if f not in load.FP8 and f not in load.DECISIVE]
 QUANTIZED = [f for f in load.FP8 if f not in load.DECISIVE]
-SHAPES = ["v2lite", "v2", "v3", "kimi_k2", "moonlight"]  # one of each structure; the others differ in numbers alone
+# One of each structure; the others differ in numbers alone. ALL_FAMILIES=1 takes them all (it adds some minutes).
+SHAPES = PLAIN if os.environ.get("ALL_FAMILIES") else ["v2lite", "v2", "v3", "kimi_k2", "moonlight"]
 MESHES = [
     ("data=2,model=4", "model"),
     ("data=4,model=2", "model"),
@@ -68,6 +70,11 @@ def test_eight_devices_in_float32(engine, family, mesh, expert_axes):
     check_everything(engine(family, mesh=mesh, expert_axes=expert_axes), family)
 
 
+@pytest.mark.parametrize("family", ["v2lite", "v3"])  # without and with a low-rank query
+def test_eight_devices_with_heads_in_the_cache(engine, family):
+    check_everything(engine(family, mesh="data=2,model=4", attn_impl="naive"), family)
+
+
 @pytest.mark.parametrize("mesh", ["model=2", "model=4", "data=2,model=4"])
 def test_fp8_whose_blocks_divide_runs_on_any_mesh(engine, mesh):
     check_everything(engine("tiny", mesh=mesh), "tiny")
@@ -99,4 +106,4 @@ def test_fp8_gemm_is_the_same_on_a_mesh(engine, mesh):
     rows = [ids for *_, ids in sequences(load.answers("tiny_dec"))]
     one, many = engine("tiny_dec", gemm_impl="fp8"), engine("tiny_dec", gemm_impl="fp8", mesh=mesh)
     got, want = np.concatenate(many.logits(rows)), np.concatenate(one.logits(rows))
-    tolerances.FP8_ACTIVATIONS_DECISIVE.check(got, want)
+    tolerances.FP8_ACTIVATIONS_SELF.check(got, want)

@@ -72,13 +72,15 @@ def test_rows_of_a_batch_follow_their_own_settings():
 
 def test_the_cheapest_mode_is_chosen():
     assert mode([Sampling(), Sampling(top_k=5)]) == "greedy"  # top_k has no say at temperature 0
+    assert mode([Sampling(temperature=1e-38)]) == "greedy"  # dividing by it would overflow
     assert mode([Sampling(), Sampling(temperature=1.0)]) == "random"
     assert mode([Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)]) == "filtered"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("seed", -1), ("seed", 2**32)],
+    [("temperature", -0.1), ("temperature", float("nan")), ("temperature", None), ("top_k", -1), ("top_k", "5"), ("top_k", 2**40),
+     ("top_p", 0.0), ("top_p", 1.1), ("seed", -1), ("seed", 2**32), ("seed", float("inf"))],
 )
 def test_values_out_of_range_are_named(field, value):
     with pytest.raises(ValueError, match=f"{field} = "):

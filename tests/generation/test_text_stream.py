@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
-from dsv3_jax.generation.text_stream import TextStream, byte_alphabet
+from dsv3_jax.generation import batch_file, text_stream
+from dsv3_jax.generation.text_stream import Clock, Figures, TextStream, byte_alphabet, for_screen
 
 
 def one_byte(token: int) -> bytes:
@@ -79,3 +81,38 @@ def test_what_cannot_be_a_stop_is_given_at_once():
 def test_empty_stop_strings_are_refused(stop):
     with pytest.raises(ValueError, match="--stop"):
         TextStream(one_byte, stop)
+
+
+def test_a_terminal_is_not_steered_and_files_keep_every_character(monkeypatch, capsys):
+    steering = "a\x00\x07\r\x1b[2J\x7f\x9b1m\tb\nc é😊"
+    shown = "a\\x00\\x07\\x0d\\x1b[2J\\x7f\\x9b1m\tb\nc é😊"
+    record = {"prompt": steering, "completion": steering, "finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
+    assert for_screen(steering) == steering
+    batch_file.show(record, 8)
+    assert capsys.readouterr().out == f"Prompt: {steering}\nCompletion: {steering}\n\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert for_screen(steering) == shown
+    batch_file.show(record, 8)
+    assert capsys.readouterr().out == f"Prompt: {shown}\nCompletion: {shown}\n\n"
+
+
+def test_figures_tell_what_compiles_from_what_is_steady(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(text_stream.time, "perf_counter", lambda: now)
+    figures, clock = Figures(), Clock()
+    for seconds, prompts in ((9.0, [0, 1]), (19.0, [0, 1]), (19.5, [0, 1]), (20.0, [0])):  # a step each: these prompts get a token
+        now = seconds
+        for i in prompts:
+            clock.tick(i)
+    figures.add(clock)
+    rate = "0.35 in all, 3.00 after the second token"
+    assert str(figures) == f"tokens: 7  seconds: 20.00  tokens per second: {rate}  time to first token: 9.000 s"
+    now = 30.0
+    clock = Clock()
+    figures.add(clock)  # stopped before the first token
+    assert (figures.tokens, figures.first) == (7, [9.0])
+    clock.tick(0)
+    figures = Figures()
+    now = 32.0
+    figures.add(clock, [1.5])
+    assert str(figures) == "tokens: 1  seconds: 2.00  tokens per second: 0.50  time to first token: 1.500 s"
