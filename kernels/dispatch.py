@@ -23,6 +23,13 @@ _compile_only: contextvars.ContextVar[int | None] = contextvars.ContextVar("comp
 
 
 def choose(op: str, implementation: str | None) -> str:
+    """As `resolve`, for the op that is about to run: says so once."""
+    chosen = resolve(op, implementation)
+    _say_once(op, chosen)
+    return chosen
+
+
+def resolve(op: str, implementation: str | None) -> str:
     """Return 'xla' or 'triton' for one op; None asks for the best that is proven here.
 
     Raises ValueError when the named implementation does not exist for this op or cannot run here: a named one runs or raises.
@@ -37,9 +44,7 @@ def choose(op: str, implementation: str | None) -> str:
             found = "no GPU is here" if capability is None else f"the GPU has {capability / 10}"
             raise ValueError(f"implementation = 'triton': {op} needs a GPU of compute capability 8.9 or newer, and {found}; use 'xla'")
     best = "triton" if op in PREFERRED and capability is not None and capability >= OLDEST else "xla"
-    chosen = implementation or best
-    _say_once(op, chosen)
-    return chosen
+    return implementation or best
 
 
 def compute_capability() -> int | None:

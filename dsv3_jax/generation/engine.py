@@ -112,7 +112,7 @@ class Engine:
         eos = read_stop_token_ids(path, cfg)
         use_compilation_cache()
         sharding = sharding_lib.make_sharding(mesh, expert_axes)
-        if gemm_impl is None and cfg.quantization_config and dispatch.choose("fp8_gemm", implementation) == "triton":
+        if gemm_impl is None and cfg.quantization_config and dispatch.resolve("fp8_gemm", implementation) == "triton":
             options = dataclasses.replace(options, gemm_impl="fp8")
         graph, params = load.load_model(path, cfg, options, sharding, max_seq_len)
         return cls(cfg, options, sharding, graph, params, max_seq_len=max_seq_len, max_batch_size=max_batch_size, eos_token_ids=eos)

@@ -136,7 +136,7 @@ def _answer(engine: Any, prompt: Prompt, stream: TextStream, sampling: Any, figu
         _remark("(stopped)")
     elif completion.finish_reason == "length" and not stream.stopped:
         full = completion.prompt_tokens + len(completion.tokens) >= engine.max_seq_len
-        limit = "the conversation has reached --max_seq_len: /clear starts a new one" if full else "--max_new_tokens allows more"
+        limit = "the conversation has reached --max_seq_len: /clear starts a new one" if full else "a larger --max_new_tokens allows more"
         _remark(f"(cut after {clock.tokens} token{'' if clock.tokens == 1 else 's'}; {limit})")
     return prompt.opening + stream.text if stream.text else "", completion is not None
 

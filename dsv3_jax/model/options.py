@@ -45,8 +45,10 @@ class Options:
         """Raise ValueError where the choices do not fit the model."""
         if self.gemm_impl == "fp8" and config.quantization_config is None:
             raise ValueError("gemm_impl = 'fp8': the checkpoint's weights are not FP8; use gemm_impl 'bf16'")
+        if self.implementation != "triton":  # the others run everywhere, and asking would wake the devices up
+            return
         for op in ("attend", "grouped_gemm", *(("act_quant", "fp8_gemm") if self.gemm_impl == "fp8" else ())):
-            dispatch.choose(op, self.implementation)
+            dispatch.resolve(op, self.implementation)
 
     def scale_fmt(self, config: ModelConfig, *, in_reference: bool) -> str | None:
         """The format of activation scales for one linear; in_reference says whether the reference gives it scale_fmt."""

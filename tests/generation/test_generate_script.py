@@ -293,4 +293,4 @@ def test_a_conversation_that_outgrows_the_limit(run):
     assert len(re.findall(r"this message has \d+ tokens, and --max_seq_len is 60: shorten it", result.err)) == 2
     assert result.calls[1]["prompts"] == [f"{BOS}{USER}Hi{ASSISTANT}Hello.{EOS}{USER}Bye{ASSISTANT}"]  # only the long message is gone
     result = run(V3, "--interactive", "--max_new_tokens=2", stdin=b"Hi\n")
-    assert "(cut after 2 tokens; --max_new_tokens allows more)" in result.err
+    assert "(cut after 2 tokens; a larger --max_new_tokens allows more)" in result.err

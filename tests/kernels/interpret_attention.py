@@ -1,44 +1,11 @@
-"""Runs the plain-Triton kernels around mla_decode in Triton's interpreter, for test_triton_attention.py: TRITON_INTERPRET=1 python FILE."""
+"""Runs the plain-Triton kernels around mla_decode in the interpreter, for test_triton_attention.py."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from dsv3_jax.kernels.triton_impl import mla_splits as kernels
-
-
-class Tensor:
-    """A NumPy array that answers the interpreter's questions to a torch tensor."""
-
-    def __init__(self, array: np.ndarray):
-        self.array, self.dtype = array, f"torch.{array.dtype.name}"
-
-    def data_ptr(self):
-        return self.array.ctypes.data
-
-    def untyped_storage(self):
-        return self
-
-    def cpu(self):
-        return self
-
-    def new_empty(self, *_, **__):
-        return Tensor(self.array)
-
-    def set_(self, storage, *_):
-        self.array = storage.array
-
-    def copy_(self, *_):
-        return self
-
-    def storage_offset(self):
-        return 0
-
-    def size(self):
-        return self.array.shape
-
-    def stride(self):
-        return self.array.strides
+from tests.kernels.interpreter import Tensor
 
 
 def check_plan(batch: int, slots: int, shares: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs the plain-Triton quantisation kernels in Triton's interpreter, for test_triton_quantize.py: TRITON_INTERPRET=1 python FILE."""
+"""Runs the plain-Triton quantisation kernels in the interpreter, for test_triton_quantize.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from triton.runtime import interpreter
 
 from dsv3_jax.kernels import quantize
 from dsv3_jax.kernels.triton_impl import quantize as kernels
+from tests.kernels.interpreter import Tensor
 
 _convert = interpreter._convert_float
 
@@ -24,41 +25,6 @@ def _convert_float(values, from_dtype, to_dtype, mode):
 
 
 interpreter._convert_float = _convert_float
-
-
-class Tensor:
-    """A NumPy array that answers the interpreter's questions to a torch tensor."""
-
-    def __init__(self, array: np.ndarray):
-        self.array = np.ascontiguousarray(array)
-        self.dtype = f"torch.{array.dtype.name}"
-
-    def data_ptr(self):
-        return self.array.ctypes.data
-
-    def untyped_storage(self):
-        return self
-
-    def cpu(self):
-        return self
-
-    def new_empty(self, *_, **__):
-        return Tensor(self.array)
-
-    def set_(self, storage, *_):
-        self.array = storage.array
-
-    def copy_(self, *_):
-        return self
-
-    def storage_offset(self):
-        return 0
-
-    def size(self):
-        return self.array.shape
-
-    def stride(self):
-        return self.array.strides
 
 
 def run(kernel, grid, *arrays, outputs, **constants):

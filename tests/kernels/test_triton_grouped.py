@@ -17,6 +17,7 @@ from jax.export import DisabledSafetyCheck
 from dsv3_jax.kernels import dispatch
 from dsv3_jax.kernels.grouped_gemm import grouped_gemm
 from tests import tolerances
+from tests.kernels.interpreter import Tensor
 
 FP8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 
@@ -90,50 +91,15 @@ def interpreted(kind: str) -> None:
     want = jax.jit(functools.partial(grouped_gemm, implementation="xla"))(x, w, sizes, x_scale=x_scale, w_scale=w_scale)
     x[sizes.sum() :] = np.nan
     out = np.full((m, 2 * n), np.nan, np.float32)
-    args = [Array(a) for a in (x, w, sizes, sizes if x_scale is None else x_scale, sizes if w_scale is None else w_scale)]
+    args = [Tensor(a) for a in (x, w, sizes, sizes if x_scale is None else x_scale, sizes if w_scale is None else w_scale)]
     bm, bn = 16, 64
     grid = ((m // bm + 6) * (2 * n // bn),)
     module._grouped[grid](
-        *args, m, Array(out), G=5, GP=8, PN=2 * n, K=k, BM=bm, BN=bn, BK=64 if kind == "bf16" else 128, SCALED=kind != "bf16",
+        *args, m, Tensor(out), G=5, GP=8, PN=2 * n, K=k, BM=bm, BN=bn, BK=64 if kind == "bf16" else 128, SCALED=kind != "bf16",
         DEQUANT=kind == "w8", ZERO=True,
     )  # fmt: skip
     assert (out[sizes.sum() :] == 0).all()
     assert tolerances.difference(out, want) < (1e-6 if kind == "w8" else 1e-9)  # the reference rounds dequantised weights
-
-
-class Array:
-    """A NumPy array with the few methods of a torch tensor that Triton's interpreter calls."""
-
-    def __init__(self, a: np.ndarray):
-        self.a, self.shape = a, a.shape
-        self.dtype = f"torch.{a.dtype.name}"
-
-    def data_ptr(self):
-        return self.a.ctypes.data
-
-    def untyped_storage(self):
-        return self
-
-    def cpu(self):
-        return self
-
-    def new_empty(self, *_, **__):
-        return Array(self.a)
-
-    def set_(self, storage, *_):
-        self.a = storage.a
-
-    def copy_(self, _):
-        pass
-
-    def storage_offset(self):
-        return 0
-
-    def size(self):
-        return self.shape
-
-    def stride(self):
-        return self.a.strides
 
 
 def in_the_interpreter(call: str) -> None:
@@ -173,7 +139,7 @@ def interpreted_sort(pairs: int) -> None:
     valid = (rng.random(pairs // 4) < 0.8).astype(np.int32)
     out = [np.full(n, -7, np.int32) for n in (pairs, pairs, here)]
     module._sort[(-(-pairs // 16) + 1,)](
-        Array(ids), Array(valid), Array(first), *map(Array, out), N=pairs, K=4, HERE=here, OWN=16, OTHERS=32
+        Tensor(ids), Tensor(valid), Tensor(first), *map(Tensor, out), N=pairs, K=4, HERE=here, OWN=16, OTHERS=32
     )
     want = sort_by_expert(ids, valid != 0, 3, here, implementation="xla")
     for got, reference in zip(out, want, strict=True):
