@@ -1,15 +1,17 @@
-"""Eight fake CPU devices for every test, set up before anything imports jax."""
+"""Eight fake CPU devices for every test, set up before anything imports jax; DSV3_TEST_PLATFORM=cuda runs on the GPU at hand instead."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 
+_platform = os.environ.get("DSV3_TEST_PLATFORM", "cpu")
 # The tests compile hundreds of programs and run each a few times: half the time goes when XLA optimises none of them.
 _FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 _given = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join([_given, *(f for f in _FLAGS if f.split("=")[0] not in _given)]).strip()
-os.environ["JAX_PLATFORMS"] = "cpu"
+if _platform == "cpu":
+    os.environ["XLA_FLAGS"] = " ".join([_given, *(f for f in _FLAGS if f.split("=")[0] not in _given)]).strip()
+os.environ["JAX_PLATFORMS"] = _platform
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
