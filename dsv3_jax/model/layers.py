@@ -54,9 +54,8 @@ class Linear(nnx.Module):
         sharding: Sharding,
         *,
         in_reference: bool = False,
-        quantized: bool = True,
     ):
-        self.quantized = quantized and config.quantization_config is not None
+        self.quantized = config.quantization_config is not None
         self.weight = param(sharding, shape, FP8 if self.quantized else options.dtype, axes)
         if self.quantized:
             *lead, n, k = shape

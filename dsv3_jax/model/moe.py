@@ -13,6 +13,7 @@ from flax import nnx
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kernels import quantize
 from dsv3_jax.kernels.grouped_gemm import grouped_gemm
+from dsv3_jax.kernels.moe_sort import sort_by_expert
 from dsv3_jax.model.layers import MLP, Linear, multiply, on_shards, param, swiglu
 from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import Sharding
@@ -115,16 +116,13 @@ class MoE(nnx.Module):
         """The weighted sum of this device's experts: rows sorted by expert, two grouped GEMMs, rows put back. (M, D) float32."""
         m, k = topk_ids.shape
         here = gate_up[0].shape[0]
-        local = topk_ids - jax.lax.axis_index(self.sharding.expert_axes) * here
-        mine = (local >= 0) & (local < here) & valid[:, None]
-        expert = jnp.where(mine, local, here).reshape(-1)  # (M*K,); `here` sorts behind every expert of this device
-        order = jnp.argsort(expert)
-        group_sizes = jnp.bincount(expert, length=here + 1)[:here].astype(jnp.int32)
+        first = jax.lax.axis_index(self.sharding.expert_axes) * here
+        order, inverse, group_sizes = sort_by_expert(topk_ids, valid, first, here, implementation=self.options.implementation)
         h = self._grouped(x, gate_up, group_sizes, x.dtype, rows=order // k).reshape(m * k, 2, -1)
         y = self._grouped(swiglu(h, axis=1), down, group_sizes, jnp.float32)
         # Gathering each token's K rows, where a scatter-add would sum them in no fixed order.
-        y = y[jnp.argsort(order)].reshape(m, k, -1)
-        return jnp.einsum("mk,mkd->md", topk_weights, y)
+        y = y[inverse].reshape(m, k, -1)
+        return jnp.einsum("mk,mkd->md", topk_weights, y, precision="highest")  # no TF32, whatever the model's dtype
 
     def _grouped(self, x, weight, group_sizes, out_dtype, rows=None):
         w, scale = weight if len(weight) == 2 else (*weight, None)

@@ -47,7 +47,7 @@ class Options:
             raise ValueError("gemm_impl = 'fp8': the checkpoint's weights are not FP8; use gemm_impl 'bf16'")
         if self.implementation != "triton":  # the others run everywhere, and asking would wake the devices up
             return
-        for op in ("attend", "grouped_gemm", *(("act_quant", "fp8_gemm") if self.gemm_impl == "fp8" else ())):
+        for op in ("attend", "grouped_gemm", "sort_by_expert", *(("act_quant", "fp8_gemm") if self.gemm_impl == "fp8" else ())):
             dispatch.resolve(op, self.implementation)
 
     def scale_fmt(self, config: ModelConfig, *, in_reference: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""The router's decisions on vectors worked out by hand."""
+"""The router's decisions on vectors worked out by hand, and whole layers on meshes against float64."""
 
 from __future__ import annotations
 
