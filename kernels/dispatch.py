@@ -10,13 +10,16 @@ from collections.abc import Iterator
 
 import jax
 
-# The ops that kernels/triton_impl holds: they run when they are named.
+# The ops that kernels/triton_impl holds.
 TRITON_OPS = frozenset(
-    "act_quant rms_norm_quant swiglu_quant weight_dequant fp8_gemm grouped_gemm sort_by_expert mla_decode mla_prefill".split()
+    "act_quant rms_norm_quant swiglu_quant weight_dequant fp8_gemm grouped_gemm route sort_by_expert mla_decode mla_prefill".split()
 )
-# Those of them that run without being named; an op joins once the whole engine has been measured with it on a GPU.
-PREFERRED: frozenset[str] = frozenset()
+# Those of them that run without being named, where they can.
+PREFERRED = TRITON_OPS
+# Those of them that are written for one generation of tensor cores, Hopper's; the others run on newer GPUs too.
+HOPPER_OPS = frozenset("fp8_gemm mla_decode mla_prefill".split())
 OLDEST = 89  # Ada: the first compute capability with FP8 tensor cores
+HOPPER = 90
 
 _log = logging.getLogger("dsv3_jax")
 _compile_only: contextvars.ContextVar[int | None] = contextvars.ContextVar("compile_only", default=None)
@@ -43,8 +46,11 @@ def resolve(op: str, implementation: str | None) -> str:
         if capability is None or capability < OLDEST:
             found = "no GPU is here" if capability is None else f"the GPU has {capability / 10}"
             raise ValueError(f"implementation = 'triton': {op} needs a GPU of compute capability 8.9 or newer, and {found}; use 'xla'")
-    best = "triton" if op in PREFERRED and capability is not None and capability >= OLDEST else "xla"
-    return implementation or best
+        if op in HOPPER_OPS and capability != HOPPER:
+            found = f"the GPU has {capability / 10}"
+            raise ValueError(f"implementation = 'triton': {op} needs compute capability 9.0 (Hopper), and {found}; use 'xla' or None")
+    can_run = capability is not None and (capability == HOPPER if op in HOPPER_OPS else capability >= OLDEST)
+    return implementation or ("triton" if op in PREFERRED and can_run else "xla")
 
 
 def compute_capability() -> int | None:
@@ -66,7 +72,10 @@ def compile_only(capability: int) -> Iterator[None]:
 def _capability_here() -> int | None:
     if jax.default_backend() != "gpu":
         return None
-    found = round(10 * float(jax.local_devices()[0].compute_capability))
+    try:
+        found = round(10 * float(jax.local_devices()[0].compute_capability))
+    except ValueError:  # not NVIDIA's
+        return None
     if found < OLDEST:
         _log.warning("this GPU (compute capability %s) has no FP8 tensor cores: XLA computes everything, in bf16", found / 10)
     return found

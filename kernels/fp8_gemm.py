@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dsv3_jax.kernels import dispatch
+from dsv3_jax.kernels import dispatch, tiles
 from dsv3_jax.kernels.quantize import BLOCK
 
 
@@ -22,7 +22,7 @@ def fp8_gemm(
     if implementation == "triton" and k % 16:  # rows that the copy engine cannot read
         raise ValueError(f"implementation = 'triton': fp8_gemm needs K to be a multiple of 16, and it is {k}; use 'xla'")
     if dispatch.choose("fp8_gemm", "xla" if k % 16 else implementation) == "triton":
-        return _on_triton(a, a_scale, b, b_scale, out_dtype)
+        return on_triton(a, a_scale, b, b_scale, out_dtype)
     m, k = a.shape
     rows = jnp.repeat(b_scale, BLOCK, axis=-2)[..., : b.shape[-2], :]
     b, rows = b.reshape(-1, k), rows.reshape(-1, b_scale.shape[-1])
@@ -41,13 +41,24 @@ def fp8_gemm(
     return jax.lax.fori_loop(0, (k + pad) // BLOCK, add_block, acc).astype(out_dtype)
 
 
-def _on_triton(a, a_scale, b, b_scale, out_dtype):
+def choose(m: int, n: int, k: int) -> dict:
+    """The kernel for M rows by a weight (N, K), 'decode' or 'large', as "kernel", and its tiles."""
+    from dsv3_jax.kernels.triton_impl import fp8_gemm_decode, fp8_gemm_large
+
+    likely = {"kernel": "decode" if m <= fp8_gemm_decode.MOST_ROWS else "large"}
+    kernel = tiles.lookup("fp8_gemm", m, n, k, default=likely)["kernel"]
+    return {"kernel": kernel} | (fp8_gemm_decode if kernel == "decode" else fp8_gemm_large).choose(m, n, k)
+
+
+def on_triton(a, a_scale, b, b_scale, out_dtype, config: dict | None = None):
+    """As fp8_gemm, on the kernel and with the tiles that `config` names in place of those that `choose` returns."""
     from dsv3_jax.kernels.triton_impl import fp8_gemm_decode, fp8_gemm_large
 
     n, k = b.shape[-2:]
     weights = [(b.reshape(-1, k), b_scale.reshape(-1, b_scale.shape[-1]))]
     if b.ndim > 2 and n % BLOCK:  # each weight has a ragged last block of scales
         weights = list(zip(b.reshape(-1, n, k), b_scale.reshape(-1, *b_scale.shape[-2:]), strict=True))
-    gemm = fp8_gemm_decode.fp8_gemm_decode if a.shape[0] <= fp8_gemm_decode.MOST_ROWS else fp8_gemm_large.fp8_gemm_large
-    parts = [gemm(a, a_scale, *w, out_dtype) for w in weights]
+    chosen = dict(config or choose(a.shape[0], *weights[0][0].shape))
+    gemm = {"decode": fp8_gemm_decode.fp8_gemm_decode, "large": fp8_gemm_large.fp8_gemm_large}[chosen.pop("kernel")]
+    parts = [gemm(a, a_scale, *w, out_dtype, chosen) for w in weights]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)

@@ -25,6 +25,7 @@ def mla_decode(
     """
     why_not = _unsupported(q, latent, latent_width)
     if why_not and implementation == "triton":
+        dispatch.resolve("mla_decode", implementation)  # a GPU that is missing or too old is named first
         raise ValueError(f"implementation = 'triton': mla_decode {why_not}; use 'xla' or None")
     if dispatch.choose("mla_decode", implementation or ("xla" if why_not else None)) == "triton":
         from dsv3_jax.kernels.triton_impl import mla_decode as kernel
@@ -37,8 +38,6 @@ def mla_decode(
 
 
 def _unsupported(q: jax.Array, latent: jax.Array, latent_width: int) -> str | None:
-    if dispatch.compute_capability() != 90:
-        return "needs a Hopper GPU (compute capability 9.0)"
     if (q.shape[-1], latent_width) != (576, 512):
         return f"needs 512 latent and 64 rotary columns and got {latent_width} and {q.shape[-1] - latent_width}"
     if q.dtype != jnp.bfloat16 or latent.dtype != jnp.bfloat16:

@@ -32,8 +32,9 @@ def mla_prefill(
     Triton: bfloat16, N = V = 128 and P = 64, on Hopper; anything else runs on XLA unless 'triton' is named, which then raises ValueError.
     Source: DeepSeek-V2 report, section 2.1; FlashAttention-3 (arXiv 2407.08608) for the kernel.
     """
-    why_not = _unsupported(q, k_nope, k_pe, v)
+    why_not = unsupported(k_nope.shape[-1], k_pe.shape[-1], v.shape[-1], *(x.dtype for x in (q, k_nope, k_pe, v)))
     if why_not and implementation == "triton":
+        dispatch.resolve("mla_prefill", implementation)  # a GPU that is missing or too old is named first
         raise ValueError(f"implementation = 'triton': mla_prefill {why_not}; use 'xla' or None")
     if dispatch.choose("mla_prefill", implementation or ("xla" if why_not else None)) == "triton":
         from dsv3_jax.kernels.triton_impl import mla_prefill as kernel
@@ -47,13 +48,9 @@ def mla_prefill(
     return jnp.where((jnp.arange(t) < new[:, None])[..., None, None], out, 0)
 
 
-def _unsupported(q: jax.Array, k_nope: jax.Array, k_pe: jax.Array, v: jax.Array) -> str | None:
-    if dispatch.compute_capability() != 90:
-        return "needs a Hopper GPU (compute capability 9.0)"
-    widths = (k_nope.shape[-1], k_pe.shape[-1], v.shape[-1])
-    if widths != (128, 64, 128):
-        return f"needs widths 128, 64 and 128 of k_nope, k_pe and v and got {widths}"
-    kinds = {str(x.dtype) for x in (q, k_nope, k_pe, v)}
-    if kinds != {"bfloat16"}:
-        return f"needs bfloat16 and got {', '.join(sorted(kinds))}"
-    return None
+def unsupported(nope: int, rope: int, value: int, *dtypes) -> str | None:
+    """Why the kernel cannot take heads of these widths and dtypes, None if it can."""
+    if (nope, rope, value) != (128, 64, 128):
+        return f"needs widths 128, 64 and 128 of k_nope, k_pe and v and got {(nope, rope, value)}"
+    kinds = {str(jnp.dtype(dtype)) for dtype in dtypes}
+    return None if kinds == {"bfloat16"} else f"needs bfloat16 and got {', '.join(sorted(kinds))}"

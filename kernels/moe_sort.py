@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dsv3_jax.kernels import dispatch
 
-LARGEST = 8192  # pairs: the kernel compares every pair with every other, so beyond this many a real sort is faster
+LARGEST = 8192  # pairs: the kernel compares each with all, so that beyond it a real sort is faster, and runs unless the kernel is named
 
 
 def sort_by_expert(
@@ -22,7 +22,9 @@ def sort_by_expert(
     each sorted place; inverse (M*K,), the place of each pair; group_sizes (here,), the pairs of each expert; all int32.
     """
     pairs = topk_ids.size
-    if dispatch.choose("sort_by_expert", implementation) == "triton" and pairs <= LARGEST:
+    if implementation is None and pairs > LARGEST:
+        implementation = "xla"
+    if dispatch.choose("sort_by_expert", implementation) == "triton":
         from dsv3_jax.kernels.triton_impl import moe_sort
 
         return moe_sort.sort_by_expert(topk_ids, valid, jnp.asarray(first, jnp.int32), here)

@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from dsv3_jax.kernels import tiles
 from dsv3_jax.kernels.triton_impl import launch
 
 MOST_ROWS = 64
@@ -46,18 +47,19 @@ def _sum(a_scale, b_scale, m, x_tile, y_tile, scales, full, empty, first, low, s
     """One group of warps: the sum over every GROUPS-th block of K, promoted to float32 after each."""
     BN: gl.constexpr = x_tile.shape[1]
     MP: gl.constexpr = y_tile.shape[1]
-    CHUNK: gl.constexpr = 16
-    ROWS: gl.constexpr = scales.shape[0] // GROUPS
+    CHUNK: gl.constexpr = scales.shape[1]
+    CHUNKS: gl.constexpr = scales.shape[0] // GROUPS
+    ROWS: gl.constexpr = CHUNKS * CHUNK
     WARPS: gl.constexpr = gl.num_warps()
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, MP, 32])
     READ: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [1, WARPS], [0, 1])
     sk = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, READ))[:, None]
     sm = gl.arange(0, MP, layout=gl.SliceLayout(0, READ))[None, :]
-    for c in gl.static_range(ROWS // CHUNK):
+    for c in gl.static_range(CHUNKS):
         block = low + (c * CHUNK + sk) * GROUPS + GROUP
         ys = gl.load(a_scale + sm * BLOCKS + block, mask=(sm < m) & (block < BLOCKS), other=0.0)
         xs = gl.load(b_scale + first // 128 * BLOCKS + block, mask=block < BLOCKS, other=0.0)
-        scales.slice(GROUP * ROWS + c * CHUNK, CHUNK).store(ys * xs)
+        scales.index(GROUP * CHUNKS + c).store(ys * xs)
     gl.barrier()
     by_step = scales.reinterpret(gl.float32, [ROWS * GROUPS, 1, MP], scales.layout)
 
@@ -67,7 +69,7 @@ def _sum(a_scale, b_scale, m, x_tile, y_tile, scales, full, empty, first, low, s
         stage = i % STAGES
         scale = by_step.index(GROUP * ROWS + i // GROUPS).load(ACC)
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        part = warpgroup_mma(x_tile.index(stage), y_tile.index(stage).permute((1, 0)), zero, use_acc=False, max_num_imprecise_acc=128,
+        part = warpgroup_mma(x_tile.index(stage), y_tile.index(stage).permute((1, 0)), zero, use_acc=False,
                              is_async=True)  # fmt: skip
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(stage), count=1)
@@ -107,14 +109,14 @@ def _streamed(a_desc, a_scale, b_desc, b_scale, m, out, N: gl.constexpr, K: gl.c
     """A tile of BN weight rows by all tokens, over one part of K; weights are the left operand of wgmma, tokens the right."""
     BLOCKS: gl.constexpr = (K + 127) // 128
     STEPS: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
-    ROWS: gl.constexpr = ((STEPS + GROUPS - 1) // GROUPS + 15) // 16 * 16
+    CHUNKS: gl.constexpr = ((STEPS + GROUPS - 1) // GROUPS + 15) // 16
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     first, part = gl.program_id(0) * BN, gl.program_id(1)
     low = part * STEPS
     steps = gl.minimum(low + STEPS, BLOCKS) - low
     x_tile = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, 128], b_desc.layout)
     y_tile = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, MP, 128], a_desc.layout)
-    scales = gl.allocate_shared_memory(gl.float32, [ROWS * GROUPS, MP], FLAT)
+    scales = gl.allocate_shared_memory(gl.float32, [CHUNKS * GROUPS, 16, MP], FLAT)  # the first dim may be any number
     DOWN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0, 1])
     sums = gl.allocate_shared_memory(gl.float32, [max(1, GROUPS - 1), BN if GROUPS > 1 else 1, MP], DOWN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -147,38 +149,24 @@ def _streamed(a_desc, a_scale, b_desc, b_scale, m, out, N: gl.constexpr, K: gl.c
         ], [WARPS, WARPS, WARPS, 1], [REGS, REGS, REGS, 24])  # fmt: skip
 
 
-# (height, N, K) of DeepSeek-V3 on an H200 -> BN, SPLIT, GROUPS, STAGES: the best of the two to six that were timed
-_MEASURED = {
-    (8, 2112, 7168): (64, 4, 2, 10),
-    (8, 24576, 1536): (64, 1, 1, 5),
-    (8, 32768, 512): (64, 1, 1, 4),
-    (8, 7168, 16384): (64, 2, 2, 8),
-    (8, 4096, 7168): (64, 2, 1, 8),
-    (8, 7168, 2048): (64, 1, 4, 12),
-    (8, 36864, 7168): (64, 1, 1, 8),
-    (64, 2112, 7168): (64, 4, 1, 6),
-    (64, 24576, 1536): (64, 1, 1, 4),
-    (64, 32768, 512): (64, 1, 1, 4),
-    (64, 7168, 16384): (64, 1, 1, 6),
-    (64, 4096, 7168): (64, 2, 1, 6),
-    (64, 7168, 2048): (64, 1, 1, 6),
-}
-
-
 def choose(m: int, n: int, k: int) -> dict[str, int]:
-    """Tile height BN, parts of K (SPLIT), groups of warps per tile (GROUPS) and slots of the ring (STAGES).
+    """Tile height BN, parts of K (SPLIT), groups of warps per tile (GROUPS) and slots of the ring (STAGES): measured, or else likely."""
+    found = tiles.lookup("fp8_gemm", m, n, k, default={})
+    return {name: found[name] for name in tiles.FIELDS["fp8_gemm"]["decode"]} if found.get("kernel") == "decode" else likely(m, n, k)
+
+
+def likely(m: int, n: int, k: int) -> dict[str, int]:
+    """The choice for a shape that was not measured.
 
     All programs should be on the card at once, with some 64 kB on their way to each multiprocessor, and no sum so long that its
     chain of products, about 0.2 us each, outlasts the reading of the weights.
     """
     height, blocks = _height(m), -(-k // 128)
-    found = _MEASURED.get((8 if height < 32 else 64, n, k))
-    if found and height <= 64:
-        return dict(zip(("BN", "SPLIT", "GROUPS", "STAGES"), found, strict=True))
-    tiles = -(-n // 64)
-    rows = 128 if height >= 64 and tiles > 4 * 132 else 64  # the tokens are read once per tile: few tiles where both are many
-    split = max(1, min(round(132 / tiles), blocks // 7))
+    columns = -(-n // 64)
+    rows = 128 if height >= 64 and columns > 4 * 132 else 64  # the tokens are read once per tile: few tiles where both are many
+    split = max(1, min(round(132 / columns), blocks // 7))
     steps = -(-blocks // split)
+    split = -(-blocks // steps)  # every part has blocks
     together, stages = min(3, triton.cdiv(triton.cdiv(n, rows) * split, 132)) + 1, 0  # programs on one multiprocessor
     while together > 1 and stages < 3:
         together -= 1
@@ -200,12 +188,20 @@ def _registers(config: dict[str, int], height: int) -> dict[str, int]:
     return {"num_warps": warps, "REGS": need - 8, "registers": max(64, int(mean) // 8 * 8 + 8)}
 
 
+def registers(config: dict[str, int], height: int) -> int:
+    """Registers of one program, of which a multiprocessor has 64 Ki."""
+    of = _registers(config, height)
+    return 32 * (config["GROUPS"] * of["num_warps"] + 4) * of["registers"]
+
+
 def fp8_gemm_decode(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array, out_dtype, config: dict | None = None) -> jax.Array:
     """As kernels.fp8_gemm.fp8_gemm, for b (N, K) and M up to 128; config replaces the choice of BN, SPLIT, GROUPS and STAGES."""
     (m, k), n = a.shape, b.shape[0]
     height = _height(m)
     chosen = choose(m, n, k) | (config or {})
     c: dict[str, Any] = _registers(chosen, height) | chosen
+    if c["STAGES"] % c["GROUPS"]:  # a slot would change hands between groups, and one could take the other's turn for its own
+        raise ValueError(f"config = {chosen}: STAGES must be a multiple of GROUPS")
 
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tokens = TensorDescriptor.from_array(a, [height, 128], layout=swizzled)

@@ -3,7 +3,8 @@
 
 One program per SM walks the output tiles of 128 x BN. The loader fills a ring of shared-memory stages by TMA, one K block of 128 a
 stage. Each consumer owns 64 rows of the tile and keeps one multiplication in flight on the tensor cores while it adds the one
-before, times both scales, to its float32 total: the promotion costs no tensor-core time.
+before, times both scales, to its float32 total: the promotion costs no tensor-core time. (K is walked in pairs of blocks; where their
+number is odd one at a time, and only the two consumers overlap each other.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from dsv3_jax.kernels import tiles
 from dsv3_jax.kernels.triton_impl import launch
 
 SMS = 132
@@ -123,7 +125,7 @@ def fp8_gemm_large(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.
     """As kernels.fp8_gemm.fp8_gemm, for b (N, K) and M of any size; config replaces the choice of BN, STAGES and GROUP."""
     (m, k), n = a.shape, b.shape[0]
     config = config or choose(m, n, k)
-    tiles = triton.cdiv(m, BM) * triton.cdiv(n, config["BN"])
+    count = triton.cdiv(m, BM) * triton.cdiv(n, config["BN"])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     return launch.call(
         _gemm,
@@ -132,9 +134,9 @@ def fp8_gemm_large(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.
         jt.TensorDescriptor.from_array(b, [config["BN"], 128], layout=layout),
         b_scale,
         m,
-        tiles,
+        count,
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(min(SMS, tiles),),
+        grid=(min(SMS, count),),
         num_warps=4,
         N=n,
         K=k,
@@ -143,7 +145,14 @@ def fp8_gemm_large(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.
 
 
 def choose(m: int, n: int, k: int) -> dict:
-    """Tile width and stages: narrow tiles where wide ones would leave SMs idle."""
+    """Tile width BN, slots of the ring (STAGES) and rows of tiles that walk together (GROUP): measured, or else likely."""
+    found = tiles.lookup("fp8_gemm", m, n, k, default={})
+    return {name: found[name] for name in tiles.FIELDS["fp8_gemm"]["large"]} if found.get("kernel") == "large" else likely(m, n, k)
+
+
+def likely(m: int, n: int, k: int) -> dict:
+    """The choice for a shape that was not measured: narrow tiles where wide ones would leave SMs idle."""
+    del k
 
     def waves(width: int) -> int:
         return triton.cdiv(triton.cdiv(m, BM) * triton.cdiv(n, width), SMS)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv3_jax.kernels import dispatch
+from dsv3_jax.kernels import dispatch, tiles
 from dsv3_jax.kernels.triton_impl import launch
 
 
@@ -17,12 +17,14 @@ def grouped_gemm(
     """The contract of kernels/grouped_gemm.py.
 
     zero_rest: whether to write the rows in no group. mean_rows: rows of a group to expect, M / G if not given. config overrides
-    entries of what `configure` chooses.
+    entries of what `choose` chooses.
     """
     (m, k), g = x.shape, w.shape[0]
     hopper = dispatch.compute_capability() == 90 and (k * x.dtype.itemsize) % 16 == 0 and (k * w.dtype.itemsize) % 16 == 0
     kind = "bf16" if w_scale is None else "w8" if x_scale is None else "fp8"
-    chosen = configure(kind, mean_rows or max(1, m // g), hopper=hopper) | (config or {})
+    rows = mean_rows or max(1, m // g)
+    chosen = choose(kind, rows, w.shape[1] * w.shape[2], k) if hopper else configure(kind, rows, hopper=False)
+    chosen |= config or {}
     if hopper:
         from dsv3_jax.kernels.triton_impl import grouped_hopper
 
@@ -34,6 +36,11 @@ def supports(x, w, w_scale) -> bool:
     """Whether a kernel exists for these operands: one block of w's scales must not reach over two projections."""
     types = (jnp.bfloat16, jnp.float8_e4m3fn)
     return x.dtype in types and w.dtype in types and (w_scale is None or w.shape[1] == 1 or w.shape[2] % 128 == 0)
+
+
+def choose(kind: str, rows: int, pn: int, k: int) -> dict:
+    """Tiles on Hopper for groups of about `rows` rows and weights of pn rows by k columns: measured, or else likely."""
+    return tiles.lookup("grouped_gemm", rows, pn, k, kind, default=configure(kind, rows))
 
 
 def configure(kind: str, rows: int, *, hopper: bool = True) -> dict:
@@ -111,10 +118,10 @@ def _grouped(
 def _grouped_anywhere(x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest: bool, config: dict):
     (m, k), (g, p, n, _) = x.shape, w.shape
     bm, bn = config["BM"], config["BN"]
-    tiles = min(m, m // bm + min(g, m) + 1) * -(-p * n // bn)
+    programs = min(m, m // bm + min(g, m) + 1) * -(-p * n // bn)
     return launch.call(
         _grouped, x, w, group_sizes, group_sizes if x_scale is None else x_scale, group_sizes if w_scale is None else w_scale, m,
-        out_type=jax.ShapeDtypeStruct((m, p * n), jnp.dtype(out_dtype)), grid=(tiles,), num_warps=4, num_stages=3,
+        out_type=jax.ShapeDtypeStruct((m, p * n), jnp.dtype(out_dtype)), grid=(programs,), num_warps=4, num_stages=3,
         G=g, GP=triton.next_power_of_2(g), PN=p * n, K=k, BM=bm, BN=bn, BK=config["BK"], SCALED=w_scale is not None,
         DEQUANT=w_scale is not None and x_scale is None, ZERO=zero_rest,
     )  # fmt: skip

@@ -146,7 +146,7 @@ def _product(a, b, zero, LAYOUT: gl.constexpr, c):
         a = a.to(gl.float16).to(gl.float32).to(gl.bfloat16)  # straight to bf16 goes through a unit eight times slower
         part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
     else:
-        part = warpgroup_mma(a, b, zero, use_acc=False, max_num_imprecise_acc=128, is_async=True)
+        part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=(part,))
 
 

@@ -1,8 +1,8 @@
 """Causal flash attention for Hopper with keys of width 128 + 64 per head and values of width 128, over rows of their own lengths.
 
 B rows, T new tokens, S slots, H heads. A tile is 128 queries of one head: two groups of four warps take 64 each, a fifth warp loads keys
-and values in blocks of 128. Each group starts the next block's scores before the softmax of the present one, as FlashAttention-3 does
-(arXiv 2407.08608, section 3.2). The rotary part of the keys is one array for all heads, loaded beside the rest.
+and values in blocks of 128. The softmax of a block runs beside the product of the block before it with its values, as in
+FlashAttention-3 (arXiv 2407.08608, section 3.2). The rotary part of the keys is one array for all heads, loaded beside the rest.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false

@@ -1,6 +1,6 @@
 """Quantisation in Triton: one pass over memory, codes and scales equal to kernels/quantize.py bit for bit.
 
-All of it is bound by memory. A program takes a few groups of 128 columns, so that every thread reads and writes 16 bytes at a time
+All of it is bound by memory. A program takes a few groups of 128 columns, so that every thread reads 16 bytes or more at a time
 and enough programs are in flight; the exact division costs three fused multiply-adds instead of a branching division.
 """
 

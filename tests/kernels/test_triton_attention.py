@@ -67,7 +67,7 @@ def test_prefill_reference(start, new):
 
 def test_naming_triton_where_it_cannot_run_says_why():
     q, cache, n = jnp.zeros((1, 4, 40)), jnp.zeros((1, 8, 40)), jnp.ones(1, jnp.int32)
-    with pytest.raises(ValueError, match="Hopper"):
+    with pytest.raises(ValueError, match=r"mla_decode needs a GPU .* and no GPU is here"):
         mla_decode(q, cache, n, 1.0, 32, implementation="triton")
     with dispatch.compile_only(90), pytest.raises(ValueError, match="512 latent"):
         mla_decode(q, cache, n, 1.0, 32, implementation="triton")
