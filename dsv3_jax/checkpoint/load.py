@@ -31,13 +31,12 @@ def plain(state: nnx.State) -> Params:
     return with_strings(nnx.to_pure_dict(state))
 
 
-def load_model(
-    path: str, config: ModelConfig, options: Options, sharding: Sharding, max_seq_len: int
-) -> tuple[nnx.GraphDef, Params]:
+def load_model(path: str, config: ModelConfig, options: Options, sharding: Sharding, max_seq_len: int) -> tuple[nnx.GraphDef, Params]:
     """Restore a checkpoint made by convert.py and prepare it for inference.
 
-    Each process reads only its own shards. Plain weights become options.dtype (norms and the router keep what the file stores), and
-    under absorb kv_b_proj becomes w_uk and w_uv. Raises ValueError where the checkpoint does not fit the config.
+    Each process reads only its own shards. Plain weights become options.dtype (norms and the router keep what the file stores),
+    q_a_proj and kv_a_proj_with_mqa become qkv_a_proj, and under absorb kv_b_proj becomes w_uk and w_uv. Raises ValueError where the
+    checkpoint does not fit the config.
     """
     graph, abstract = abstract_model(config, options, sharding, max_seq_len)
     del abstract["rope"]
@@ -49,7 +48,9 @@ def load_model(
 
 
 def prepare(graph: nnx.GraphDef, params: Params, options: Options, sharding: Sharding) -> tuple[nnx.GraphDef, Params]:
-    """Do once what would otherwise be done in every step: cast plain weights, absorb kv_b_proj.
+    """Do once what would otherwise be done in every step: cast plain weights, absorb kv_b_proj, put q_a_proj beside kv_a_proj.
+
+    FP8 linears stay FP8: under gemm_impl 'fp8' nothing is dequantised in a step, under 'bf16' every step dequantises what it reads.
 
     Takes `params` apart as it goes, so that no more than one weight exists twice.
     """
@@ -57,8 +58,9 @@ def prepare(graph: nnx.GraphDef, params: Params, options: Options, sharding: Sha
         _cast(params, options)
         model = nnx.merge(graph, params)
         params.clear()
-        if options.attn_impl == "absorb":
-            for block in model.layers:
+        for block in model.layers:
+            block.self_attn.join()
+            if options.attn_impl == "absorb":
                 block.self_attn.absorb()
         graph, state = nnx.split(model)
     return graph, plain(state)

@@ -68,9 +68,10 @@ class Engine:
     ):
         self.config, self.options, self.sharding, self.params = config, options, sharding, params
         self.max_seq_len, self.max_batch_size, self.eos_token_ids = max_seq_len, max_batch_size, tuple(eos_token_ids)
-        self._prefill = jax.jit(functools.partial(steps.prefill, graph), donate_argnames=("cache", "logits"))
-        self._append_all = jax.jit(functools.partial(steps.every_token, graph), donate_argnames="cache")
-        self._decode = jax.jit(functools.partial(steps.decode, graph), static_argnames="mode", donate_argnames="cache")
+        jit = functools.partial(jax.jit, donate_argnames="cache")
+        self._prefill = jax.jit(functools.partial(steps.prefill, graph), static_argnames="context", donate_argnames=("cache", "logits"))
+        self._append_all = jit(functools.partial(steps.every_token, graph), static_argnames="context")
+        self._decode = jit(functools.partial(steps.decode, graph), static_argnames="mode")
         self._choose = jax.jit(steps.choose, static_argnames="mode")
         self._end = jax.jit(steps.end)
         self._init_cache = jax.jit(functools.partial(init_cache, config, options, sharding), static_argnums=(0, 1))
@@ -95,9 +96,9 @@ class Engine:
         """Load a checkpoint made by convert.py onto a mesh.
 
         mesh: 'data=2,model=4'. dtype: 'bfloat16' or 'float32'. attn_impl: 'absorb' or 'naive'. gemm_impl: 'bf16', 'fp8', or None for
-        fp8 where the checkpoint is FP8 and the GPU has the kernels. max_seq_len: prompt and answer together, per row; None for 4096, or
-        max_position_embeddings if that is less. max_batch_size: rows that run at once. config: a config.json that replaces the
-        checkpoint's. The rest is documented in Options.
+        fp8 where the checkpoint is FP8, dtype is 'bfloat16' and the GPU has the kernels. max_seq_len: prompt and answer together, per
+        row; None for 4096, or max_position_embeddings if that is less. max_batch_size: rows that run at once. config: a config.json
+        that replaces the checkpoint's. The rest is documented in Options.
         Raises ValueError, before any weight is read, for arguments that do not fit each other, the model or the devices.
         """
         path = os.path.abspath(os.path.expanduser(os.fspath(path)))
@@ -112,7 +113,8 @@ class Engine:
         eos = read_stop_token_ids(path, cfg)
         use_compilation_cache()
         sharding = sharding_lib.make_sharding(mesh, expert_axes)
-        if gemm_impl is None and cfg.quantization_config and dispatch.resolve("fp8_gemm", implementation) == "triton":
+        may_quantise = gemm_impl is None and cfg.quantization_config and dtype == "bfloat16"  # who asks for float32 wants no rounding
+        if may_quantise and dispatch.resolve("fp8_gemm", implementation) == "triton":
             options = dataclasses.replace(options, gemm_impl="fp8")
         graph, params = load.load_model(path, cfg, options, sharding, max_seq_len)
         return cls(cfg, options, sharding, graph, params, max_seq_len=max_seq_len, max_batch_size=max_batch_size, eos_token_ids=eos)
@@ -140,8 +142,8 @@ class Engine:
             batch, chunks = prompts[start : start + self.max_batch_size], []
             with self._running():
                 cache = self._start(batch, max(map(len, batch)))
-                for tokens, new in self._chunks(batch, LOGIT_TOKENS):
-                    cache, *rest = self._append_all(self.params, cache, tokens, new)
+                for tokens, new, context in self._chunks(batch, LOGIT_TOKENS, cache):
+                    cache, *rest = self._append_all(self.params, cache, tokens, new, context=context)
                     chunks.append([np.asarray(a) for a in rest])
             logits, ids, weights = (np.concatenate(parts, axis=-2) for parts in zip(*chunks, strict=True))
             for i, p in enumerate(batch):
@@ -178,25 +180,28 @@ class Engine:
         cache = self._start(prompts, max(len(r.tokens) + r.limit for r in batch))
         rows, mode = self._rows(batch, stops, cache.lengths.shape[0]), sampling_lib.mode([r.sampling for r in batch])
         logits = jnp.zeros((len(rows.left), self.config.vocab_size), jnp.float32, out_sharding=self.sharding.named("batch", "vocab"))
-        for tokens, new in self._chunks(prompts, PREFILL_TOKENS):
-            cache, logits = self._prefill(self.params, cache, tokens, new, logits)
+        for tokens, new, context in self._chunks(prompts, PREFILL_TOKENS, cache):
+            cache, logits = self._prefill(self.params, cache, tokens, new, logits, context=context)
         rows = self._choose(logits, cache.lengths, rows, mode=mode)
 
         answers = [_Answer(r, set(stops)) for r in batch]
-        unread, chosen, longest, first_token = [rows.token], 1, max(r.limit for r in batch), 0.0
+        unread, chosen, longest, first_token = [rows.token[None]], 1, max(r.limit for r in batch), 0.0
         while True:
-            # The host reads one step behind the device; only the first token waits for nothing else.
+            # The host reads one call behind the device; only the first token waits for nothing else.
             while first_token and len(unread) < 2 and chosen < longest:
-                cache, rows = self._decode(self.params, cache, rows, mode=mode)
-                unread.append(rows.token)
-                chosen += 1
-            token = np.asarray(unread.pop(0))
+                cache, rows, tokens = self._decode(self.params, cache, rows, mode=mode)
+                unread.append(tokens)
+                chosen += steps.DECODED
+            tokens = np.asarray(unread.pop(0))  # (DECODED, B)
             first_token = first_token or time.perf_counter() - began
-            ended = [a.add(int(token[i]), first + i, on_token) for i, a in enumerate(answers)]
+            ended = np.zeros(len(rows.left), bool)
+            for token in tokens:
+                for i, answer in enumerate(answers):
+                    ended[i] |= answer.add(int(token[i]), first + i, on_token)
             if all(a.reason for a in answers):
                 return [Completion(a.tokens, a.reason, len(a.request.tokens), first_token) for a in answers]
-            if any(ended):
-                rows = self._end(rows, np.array(ended + [False] * (len(rows.left) - len(ended))))
+            if ended.any():
+                rows = self._end(rows, ended)
 
     @contextlib.contextmanager
     def _running(self):
@@ -224,9 +229,12 @@ class Engine:
             stops=put(np.array(stops, np.int32)),
         )
 
-    def _chunks(self, prompts, budget: int):
-        """The prompts on the device, padded: tokens (B, T) and how many of them are real (B,), about `budget` tokens at a time."""
-        count, longest = self._row_count(len(prompts)), max(map(len, prompts))
+    def _chunks(self, prompts, budget: int, cache: KVCache):
+        """The prompts on the device, padded, about `budget` tokens at a time.
+
+        Yields tokens (B, T), how many of them are real (B,), and a bound on the slots of the empty `cache` in use after them.
+        """
+        count, longest, slots = self._row_count(len(prompts)), max(map(len, prompts)), cache.layers[0][0].shape[1]
         widest = max(steps.SMALLEST_WIDTH, steps.bucket(budget // count + 1) // 2)
         for start in range(0, longest, widest):
             width = min(steps.bucket(longest - start, steps.SMALLEST_WIDTH), widest)
@@ -234,7 +242,8 @@ class Engine:
             for i, p in enumerate(prompts):
                 part = p[start : start + width]
                 tokens[i, : len(part)], new[i] = part, len(part)
-            yield tuple(jax.device_put(a, self.sharding.named("batch", *(None,) * (a.ndim - 1))) for a in (tokens, new))
+            put = (jax.device_put(a, self.sharding.named("batch", *(None,) * (a.ndim - 1))) for a in (tokens, new))
+            yield *put, min(steps.bucket(start + width), slots)
 
 
 @dataclasses.dataclass

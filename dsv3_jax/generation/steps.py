@@ -15,6 +15,7 @@ from dsv3_jax.generation import sampling
 
 SMALLEST_WIDTH = 16  # tokens per row in a prefill call
 SMALLEST_CACHE = 128  # slots per row
+DECODED = 4  # tokens per row in a decode call: preparing a call costs the host what the GPU needs for one or two of a small model's steps
 BROKEN = -1  # in place of a token: the row's logits are not finite
 
 
@@ -39,32 +40,46 @@ def bucket(n: int, smallest: int = 1) -> int:
     return max(smallest, 1 << (n - 1).bit_length())
 
 
-def prefill(graph, params, cache, tokens, new, logits):
-    """Append new[b] of tokens (B, T) to each row; logits (B, V) become those after a row's last token where it has any in this chunk."""
+def prefill(graph, params, cache, tokens, new, logits, *, context=None):
+    """Append new[b] of tokens (B, T) to each row; logits (B, V) become those after a row's last token where it has any in this chunk.
+
+    context: as for Transformer.
+    """
     model = nnx.merge(graph, params)
-    hidden, cache, _ = model(tokens, new, cache)
+    hidden, cache, _ = model(tokens, new, cache, context)
     last = jax.vmap(lambda h, i: jax.lax.dynamic_slice_in_dim(h, i, 1))(hidden, jnp.maximum(new - 1, 0))  # (B, 1, D)
     return cache, jnp.where((new > 0)[:, None], model.lm_head(last)[:, 0], logits)
 
 
-def every_token(graph, params, cache, tokens, new):
+def every_token(graph, params, cache, tokens, new, *, context=None):
     """Append a chunk and return, on every device, logits (B, T, V) and the routing, topk_ids and topk_weights (L, B, T, K)."""
     model = nnx.merge(graph, params)
-    hidden, cache, routings = model(tokens, new, cache)
+    hidden, cache, routings = model(tokens, new, cache, context)
     empty = jnp.zeros((0, *tokens.shape, 0))
     ids, weights = (jnp.stack(r) for r in zip(*routings, strict=True)) if routings else (empty.astype(jnp.int32), empty)
     return cache, *(jax.sharding.reshard(a, jax.P()) for a in (model.lm_head(hidden), ids, weights))
 
 
 def decode(graph, params, cache, rows, *, mode):
-    """Append each active row's token and choose its next; rows that have ended cost no expert and no cache slot."""
+    """DECODED times over, append each active row's token and choose its next; rows that have ended cost no expert and no cache slot.
+
+    Returns the cache, the rows and the tokens chosen (DECODED, B).
+    """
     model = nnx.merge(graph, params)
     by_row = model.lm_head.sharding.spec("batch")
-    token, new = (jax.sharding.reshard(a, by_row) for a in (rows.token, rows.active.astype(jnp.int32)))
-    hidden, cache, _ = model(token[:, None], new, cache)
-    return cache, choose(model.lm_head(hidden)[:, 0], cache.lengths, rows, mode=mode)
+
+    def step(state, _):
+        cache, rows = state
+        token, new = (jax.sharding.reshard(a, by_row) for a in (rows.token, rows.active.astype(jnp.int32)))
+        hidden, cache, _ = model(token[:, None], new, cache)
+        rows = choose(model.lm_head(hidden)[:, 0], cache.lengths, rows, mode=mode)
+        return (cache, rows), rows.token
+
+    (cache, rows), tokens = jax.lax.scan(step, (cache, rows), None, length=DECODED)
+    return cache, rows, tokens
 
 
+@jax.named_scope("sampling")
 def choose(logits, lengths, rows, *, mode):
     """Choose each row's next token from logits (B, V): every device from whole rows, so that every process reads the same tokens."""
     logits, lengths = jax.sharding.reshard(logits, jax.P()), jax.sharding.reshard(lengths, jax.P())

@@ -15,6 +15,7 @@ from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import Sharding
 
 FP8 = quantize.FP8
+Arrays = tuple[jax.Array, ...]  # of a weight or of activations: (plain,), or (codes, scales)
 
 
 def param(sharding: Sharding, shape: tuple[int, ...], dtype, axes: tuple[str | None, ...]) -> nnx.Param:
@@ -33,6 +34,7 @@ class RMSNorm(nnx.Module):
         self.weight = param(sharding, (features,), options.dtype, (None,))
         self.eps = eps
 
+    @jax.named_scope("norms")
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
@@ -63,7 +65,7 @@ class Linear(nnx.Module):
         self.axes, self.options, self.sharding = axes, options, sharding
         self.scale_fmt = options.scale_fmt(config, in_reference=in_reference)
 
-    def arrays(self) -> tuple[jax.Array, ...]:
+    def arrays(self) -> Arrays:
         """What a shard_map region needs of this weight: (weight,) or (codes, scales), each laid out by `self.spec`."""
         return (self.weight[...], self.weight_scale_inv[...]) if self.quantized else (self.weight[...],)
 
@@ -79,8 +81,8 @@ class Linear(nnx.Module):
             return jnp.einsum("btk,...nk->bt...n", x, self.weight[...].astype(x.dtype), out_sharding=y_spec)
 
         def local(x, *weight):
-            y = multiply(x.reshape(-1, x.shape[-1]), weight, self.options, self.scale_fmt, x.dtype)
-            y = y.reshape(*x.shape[:2], *weight[0].shape[:-1])
+            rows = operand(x.reshape(-1, x.shape[-1]), weight, self.options, self.scale_fmt)
+            y = multiply(rows, weight, self.options, x.dtype).reshape(*x.shape[:2], *weight[0].shape[:-1])
             return jax.lax.psum(y, self.sharding.axes(self.axes[-1])) if self.axes[-1] else y
 
         return on_shards(self.sharding, local, (x_spec, self.spec, self.spec), y_spec)(x, *self.arrays())
@@ -91,16 +93,35 @@ def on_shards(sharding: Sharding, f, in_specs, out_specs):
     return jax.shard_map(f, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def multiply(x: jax.Array, weight: tuple[jax.Array, ...], options: Options, scale_fmt: str | None, out_dtype) -> jax.Array:
-    """x (M, K) times one local weight, given as Linear.arrays(): (M, prod(...) * N) of out_dtype, accumulated in float32."""
-    if len(weight) == 2 and options.gemm_impl == "fp8":
-        codes, scale = quantize.act_quant(x, scale_fmt, implementation=options.implementation)
-        return fp8_gemm.fp8_gemm(codes, scale, *weight, out_dtype, implementation=options.implementation)
+def operand(x: jax.Array, weight: Arrays, options: Options, scale_fmt: str | None) -> Arrays:
+    """x (M, K) as `multiply` takes it for this weight: (x,), or (codes, scales) for a product in FP8."""
+    if in_fp8(weight, options):
+        return quantize.act_quant(x, scale_fmt, implementation=options.implementation)
+    return (x,)
+
+
+def swiglu_operand(gate_up: jax.Array, weight: Arrays, options: Options, scale_fmt: str | None) -> Arrays:
+    """silu(gate) * up of gate_up (M, 2, K) as `operand`."""
+    if in_fp8(weight, options):
+        return quantize.swiglu_quant(gate_up, scale_fmt, implementation=options.implementation)
+    return (swiglu(gate_up, axis=1),)
+
+
+def multiply(x: Arrays, weight: Arrays, options: Options, out_dtype) -> jax.Array:
+    """x (M, K), made by `operand`, times one local weight: (M, prod(...) * N) of out_dtype, accumulated in float32."""
+    if len(x) == 2:
+        (codes, scale), (w, w_scale) = x, weight
+        return fp8_gemm.fp8_gemm(codes, scale, w, w_scale, out_dtype, implementation=options.implementation)
     w = dequantised(weight, options)
-    return jnp.einsum("mk,nk->mn", x, w.reshape(-1, w.shape[-1]), preferred_element_type=out_dtype)
+    return jnp.einsum("mk,nk->mn", x[0], w.reshape(-1, w.shape[-1]), preferred_element_type=out_dtype)
 
 
-def dequantised(weight: tuple[jax.Array, ...], options: Options) -> jax.Array:
+def in_fp8(weight: Arrays, options: Options) -> bool:
+    """Whether products with this weight are computed from FP8 codes of both sides."""
+    return len(weight) == 2 and options.gemm_impl == "fp8"
+
+
+def dequantised(weight: Arrays, options: Options) -> jax.Array:
     """The plain weight, of options.dtype."""
     if len(weight) == 2:
         return quantize.weight_dequant(*weight, options.dtype, implementation=options.implementation)
@@ -120,9 +141,25 @@ class MLP(nnx.Module):
         d, common = config.hidden_size, (config, options, sharding)
         self.gate_up_proj = Linear((2, width, d), (None, "ffn", None), *common)
         self.down_proj = Linear((d, width), (None, "ffn"), *common)
+        self.options, self.sharding = options, sharding
 
+    @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(swiglu(self.gate_up_proj(x), axis=2))
+        """x (B, T, D) -> (B, T, D), of x's dtype."""
+
+        def region(x, gate_up, down):
+            rows = operand(x.reshape(-1, x.shape[-1]), gate_up, self.options, self.gate_up_proj.scale_fmt)
+            y = self.local(rows, gate_up, down, x.dtype, x.dtype)
+            return jax.lax.psum(y.reshape(x.shape), self.sharding.axes("ffn"))
+
+        by_row, weights = self.sharding.spec("batch", None, None), (self.gate_up_proj.arrays(), self.down_proj.arrays())
+        specs = tuple((w.spec,) * len(w.arrays()) for w in (self.gate_up_proj, self.down_proj))
+        return on_shards(self.sharding, region, (by_row, *specs), by_row)(x, *weights)
+
+    def local(self, x: Arrays, gate_up: Arrays, down: Arrays, dtype, out_dtype) -> jax.Array:
+        """One device's share of the sum over the width: x by `operand` for gate_up, dtype between the two products. (M, D) of out_dtype."""
+        h = multiply(x, gate_up, self.options, dtype).reshape(x[0].shape[0], 2, -1)
+        return multiply(swiglu_operand(h, down, self.options, self.down_proj.scale_fmt), down, self.options, out_dtype)
 
 
 class Embedding(nnx.Module):
@@ -132,6 +169,7 @@ class Embedding(nnx.Module):
         self.weight = param(sharding, (config.vocab_size, config.hidden_size), options.dtype, ("vocab", None))
         self.dtype, self.sharding = options.dtype, sharding
 
+    @jax.named_scope("embedding")
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens (B, T) -> (B, T, D)."""
         rows = self.weight[...].at[tokens].get(out_sharding=self.sharding.spec("batch", None, None))
@@ -145,6 +183,7 @@ class LMHead(nnx.Module):
         self.weight = param(sharding, (config.vocab_size, config.hidden_size), options.dtype, ("vocab", None))
         self.sharding = sharding
 
+    @jax.named_scope("head")
     def __call__(self, x: jax.Array) -> jax.Array:
         """x (B, T, D) -> (B, T, V) float32."""
         out = self.sharding.spec("batch", None, "vocab")

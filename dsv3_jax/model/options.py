@@ -20,7 +20,7 @@ class Options:
     ('naive'). gemm_impl: compute FP8 linears from dequantised weights ('bf16') or from quantised activations ('fp8').
     gate_dtype: of the router's logits; 'bfloat16' is for parity with the reference. reference_scale_fmt: give ue8m0 activation
     scales only to the linears to which the reference gives them (q_a, kv_a and routed experts), also for parity.
-    implementation: of the kernels (None, 'xla' or 'triton').
+    implementation: of the kernels (None for the best that is known to work here, 'xla' or 'triton').
     """
 
     dtype: str = "bfloat16"
@@ -47,8 +47,18 @@ class Options:
             raise ValueError("gemm_impl = 'fp8': the checkpoint's weights are not FP8; use gemm_impl 'bf16'")
         if self.implementation != "triton":  # the others run everywhere, and asking would wake the devices up
             return
-        for op in ("attend", "grouped_gemm", "sort_by_expert", *(("act_quant", "fp8_gemm") if self.gemm_impl == "fp8" else ())):
+        for op in self._ops(quantized=config.quantization_config is not None):
             dispatch.resolve(op, self.implementation)
+        if self.dtype != "bfloat16":
+            raise ValueError(f"implementation = 'triton': attention needs dtype 'bfloat16', not {self.dtype!r}; use 'xla' or None")
+
+    def _ops(self, *, quantized: bool) -> list[str]:
+        """The kernels of kernels/dispatch.py that a model of these options runs."""
+        ops = ["mla_decode", "mla_prefill"] if self.attn_impl == "absorb" else ["mla_prefill", "attend"]
+        ops += ["route", "sort_by_expert", "grouped_gemm"]
+        if quantized and (self.gemm_impl == "bf16" or self.attn_impl == "absorb"):  # absorb dequantises kv_b_proj at load
+            ops.append("weight_dequant")
+        return ops + (["act_quant", "swiglu_quant", "fp8_gemm"] if self.gemm_impl == "fp8" else [])
 
     def scale_fmt(self, config: ModelConfig, *, in_reference: bool) -> str | None:
         """The format of activation scales for one linear; in_reference says whether the reference gives it scale_fmt."""

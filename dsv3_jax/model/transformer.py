@@ -28,8 +28,10 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, sharding)
         self.mlp = MoE(*common) if config.is_moe_layer(layer) else MLP(config.intermediate_size, *common)
 
-    def __call__(self, x, cos, sin, positions, slots, valid, cache: LayerCache) -> tuple[jax.Array, LayerCache, Routing | None]:
-        h, cache = self.self_attn(self.input_layernorm(x), cos, sin, positions, slots, cache)
+    def __call__(
+        self, x, cos, sin, positions, slots, valid, cache: LayerCache, context: int | None
+    ) -> tuple[jax.Array, LayerCache, Routing | None]:
+        h, cache = self.self_attn(self.input_layernorm(x), cos, sin, positions, slots, cache, context)
         x = x + h
         h = self.post_attention_layernorm(x)
         h, routing = self.mlp(h, valid) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
@@ -64,10 +66,13 @@ class Transformer(nnx.Module):
         self.lm_head = LMHead(*common)
         self.config = config
 
-    def __call__(self, tokens: jax.Array, new: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache, list[Routing]]:
+    def __call__(
+        self, tokens: jax.Array, new: jax.Array, cache: KVCache, context: int | None = None
+    ) -> tuple[jax.Array, KVCache, list[Routing]]:
         """Append the first new[b] of tokens[b] to each row b.
 
-        tokens (B, T) int32, new (B,) int32. Returns the hidden state after the last norm (B, T, D), the cache, and where each MoE
+        tokens (B, T) int32, new (B,) int32; context: no row uses more slots than this afterwards, None for as many as there are, which
+        bounds the work and changes no result. Returns the hidden state after the last norm (B, T, D), the cache, and where each MoE
         layer routed the tokens; past new[b] a row's hidden state and routing mean nothing.
         """
         steps = jnp.arange(tokens.shape[1])
@@ -78,7 +83,7 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(tokens)
         layers, routings = [], []
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            x, layer, routing = block(x, cos, sin, positions, slots, valid, layer)
+            x, layer, routing = block(x, cos, sin, positions, slots, valid, layer, context)
             layers.append(layer)
             routings += [] if routing is None else [routing]
         return self.norm(x), KVCache(tuple(layers), cache.lengths + new), routings

@@ -10,10 +10,10 @@ import pytest
 
 from dsv3_jax import Engine, Sampling
 from dsv3_jax.generation import engine as engine_module
+from dsv3_jax.kernels import dispatch
 from tests import tolerances
 
 PROMPTS = [[5, 9, 13], [7] * 11, list(range(3, 19)), [40]]
-LONG = [list(range(3, 50)), [5, 9, 13], list(range(3, 36))]
 WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
 
 
@@ -38,16 +38,6 @@ def test_greedy_decoding_equals_teacher_forcing(v3):
     for prompt, done in zip(PROMPTS, v3.generate(PROMPTS, max_new_tokens=16, stop_token_ids=()), strict=True):
         forced = v3.logits([prompt + done.tokens[:-1]])[0]
         assert forced[len(prompt) - 1 :].argmax(-1).tolist() == done.tokens
-
-
-def test_prefill_in_chunks_equals_one_shot(v3, monkeypatch):
-    whole, tokens = v3.logits(LONG), v3.generate(LONG, max_new_tokens=8, stop_token_ids=())
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 64)
-    monkeypatch.setattr(engine_module, "LOGIT_TOKENS", 64)
-    for chunked, once in zip(v3.logits(LONG), whole, strict=True):
-        tolerances.FLOAT32_SELF.check(chunked, once)
-    again = v3.generate(LONG, max_new_tokens=8, stop_token_ids=())
-    assert [c.tokens for c in again] == [c.tokens for c in tokens]
 
 
 def test_absorb_equals_naive(engine, v3):
@@ -158,9 +148,9 @@ def test_rows_that_have_ended_are_neither_cached_nor_routed(v3, monkeypatch):
     lengths, decode = [], v3._decode
 
     def spy(*arguments, **settings):
-        cache, rows = decode(*arguments, **settings)
+        cache, *rest = decode(*arguments, **settings)
         lengths.append(np.asarray(cache.lengths).tolist())
-        return cache, rows
+        return cache, *rest
 
     monkeypatch.setattr(v3, "_decode", spy)
     stop = free[0][0]
@@ -231,6 +221,18 @@ def test_arguments_that_do_not_fit_are_refused_before_loading(converted, monkeyp
         Engine.from_checkpoint(converted("v3"), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capability", "expected"),
+    [("bfloat16", 90, "fp8"), ("float32", 90, "bf16"), ("bfloat16", 89, "bf16"), ("bfloat16", 80, "bf16")],
+)
+def test_fp8_products_where_nothing_else_is_asked_for(converted, monkeypatch, dtype, capability, expected):
+    """On the GPU that has the kernel; who asks for float32 wants no rounding to 4 bits on the way."""
+    monkeypatch.setattr(engine_module.load, "load_model", lambda *a: (None, {}))
+    with dispatch.compile_only(capability):
+        assert Engine.from_checkpoint(converted("tiny"), dtype=dtype).options.gemm_impl == expected
+        assert Engine.from_checkpoint(converted("tiny"), dtype=dtype, gemm_impl="bf16").options.gemm_impl == "bf16"
+
+
 def test_a_config_that_contradicts_the_checkpoint_names_the_tensors(converted, tmp_path):
     with open(f"{converted('v3')}/config.json") as f:
         config = json.load(f)
@@ -250,7 +252,7 @@ def test_parameters_lie_where_the_table_says(engine):
         "row parallel": (layer["self_attn"]["o_proj"]["weight"], 4),
         "ffn": (params["layers"]["0"]["mlp"]["gate_up_proj"]["weight"], 4),
         "experts": (layer["mlp"]["experts"]["gate_up_proj"]["weight"], 4),
-        "whole": (layer["self_attn"]["kv_a_proj_with_mqa"]["weight"], 1),
+        "whole": (layer["self_attn"]["qkv_a_proj"]["weight"], 1),
     }
     for name, (array, parts) in share.items():
         assert {s.data.size for s in array.addressable_shards} == {array.size // parts}, name

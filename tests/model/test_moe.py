@@ -9,10 +9,13 @@ import pytest
 from flax import nnx
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.kernels import quantize
+from dsv3_jax.model import moe
 from dsv3_jax.model.attention import MLA
 from dsv3_jax.model.moe import MoE, route
 from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import make_sharding
+from tests import tolerances
 
 V3 = ModelConfig.from_json("configs/deepseek_v3_671b.json")
 V2_LITE = ModelConfig.from_json("configs/deepseek_v2_lite_16b.json")
@@ -142,6 +145,54 @@ def test_experts_on_a_mesh_against_float64(mesh, expert_axes, crowded):
         assert (np.sort(ids, axis=-1) == [4, 5, 6, 7]).all()
     want = moe64(x[valid].astype(np.float64), w, ids[valid], weights[valid])
     np.testing.assert_allclose(y[valid], want, atol=2e-5)
+
+
+@pytest.mark.parametrize(("mesh", "expert_axes"), [("model=1", "model"), ("data=2,model=4", "data,model")])
+def test_rows_of_no_expert_may_hold_anything(mesh, expert_axes, monkeypatch):
+    """A grouped GEMM leaves the rows of padding and of other devices' experts as they are; NaN in them must reach nobody."""
+    grouped_gemm, asked = moe.grouped_gemm, []
+
+    def poisoned(x, w, group_sizes, **settings):
+        asked.append((settings["zero_rest"], settings["mean_rows"]))
+        y = grouped_gemm(x, w, group_sizes, **settings)
+        return jnp.where(jnp.arange(len(y))[:, None] < group_sizes.sum(), y, jnp.nan)
+
+    sharding, layer, w = moe_layer(SMALL, Options(dtype="float32"), mesh, 0, expert_axes)
+    x = np.random.default_rng(1).normal(size=(8, 9, 32)).astype(np.float32)
+    valid = np.arange(9) < np.array([9, 1, 5, 9, 0, 3, 9, 9])[:, None]
+    set_gate(sharding, layer, bias=np.zeros(16))
+    clean, *_ = run(sharding, layer, x, valid)
+    monkeypatch.setattr(moe, "grouped_gemm", poisoned)
+    y, ids, weights = run(sharding, layer, x, valid)
+    assert np.isfinite(y).all() and (y == clean).all()
+    np.testing.assert_allclose(y[valid], moe64(x[valid].astype(np.float64), w, ids[valid], weights[valid]), atol=2e-5)
+    assert asked == [(False, 8 * 9 * 4 // 16)] * 2  # every token's four experts, spread over sixteen
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_activations_are_quantised_once_for_routed_and_shared_experts(parity, monkeypatch):
+    """Except where the reference gives the two different scales."""
+    config = variant(ModelConfig.from_json("configs/deepseek_v3.1_671b.json"), hidden_size=256, moe_intermediate_size=128, **FEW)
+    sharding, layer, _ = moe_layer(config, Options(gemm_impl="fp8", reference_scale_fmt=parity), "model=1", 0)
+    formats, act_quant = [], quantize.act_quant
+    set_gate(sharding, layer, bias=np.zeros(16))
+    monkeypatch.setattr(quantize, "swiglu_quant", lambda x, fmt, **_: act_quant(x[:, 0], fmt))
+    monkeypatch.setattr(quantize, "act_quant", lambda x, fmt, **_: formats.append(fmt) or act_quant(x, fmt))
+    run(sharding, layer, jnp.ones((1, 3, 256), jnp.bfloat16), np.ones((1, 3), bool))
+    assert formats == (["ue8m0", None] if parity else ["ue8m0"])
+
+
+def test_quantised_activations_reach_the_experts_of_other_data_rows():
+    """Codes and scales are gathered instead of the activations: the same products on every mesh, summed in another order."""
+    config = variant(ModelConfig.from_json("configs/deepseek_v3.1_671b.json"), hidden_size=256, moe_intermediate_size=256, **FEW)
+    x, outputs = np.random.default_rng(3).normal(size=(4, 3, 256)).astype(np.float32), []
+    for mesh in ("model=1", "data=4,model=2"):
+        sharding, layer, _ = moe_layer(config, Options(dtype="float32", gemm_impl="fp8"), mesh, 0, "data,model")
+        set_gate(sharding, layer, bias=np.zeros(16))
+        outputs.append(run(sharding, layer, x, np.ones((4, 3), bool)))
+    (one, ids, _), (many, other_ids, _) = outputs
+    assert (ids == other_ids).all() and np.abs(one).max() > 0
+    assert tolerances.difference(many, one) < 1e-9
 
 
 def test_the_correction_bias_decides_in_float32():
