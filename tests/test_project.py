@@ -48,6 +48,11 @@ TABLE = {
     "generation.stops": "config",
     "generation.batch": "generation.engine generation.sampling jax",
     "generation.speculative": "generation.engine generation.sampling model jax",
+    "benchmark": "benchmark cli kernels jax",
+    "benchmark.random_weights": "config sharding checkpoint model generation kernels.dispatch jax",
+    "benchmark.measure": "generation model jax",
+    "benchmark.profile": "jax",
+    "benchmark.model": "cli config checkpoint generation benchmark jax",
     "scripts": "dsv3_jax jax",
     "": "config generation.engine generation.sampling",
 }
