@@ -14,7 +14,7 @@ import jax
 TRITON_OPS = frozenset(
     "act_quant rms_norm_quant swiglu_quant weight_dequant fp8_gemm grouped_gemm route sort_by_expert mla_decode mla_prefill".split()
 )
-# Those of them that run without being named, where they can.
+# Those of them that run without being named, on Hopper, where they were measured.
 PREFERRED = TRITON_OPS
 # Those of them that are written for one generation of tensor cores, Hopper's; the others run on newer GPUs too.
 HOPPER_OPS = frozenset("fp8_gemm mla_decode mla_prefill".split())
@@ -49,8 +49,7 @@ def resolve(op: str, implementation: str | None) -> str:
         if op in HOPPER_OPS and capability != HOPPER:
             found = f"the GPU has {capability / 10}"
             raise ValueError(f"implementation = 'triton': {op} needs compute capability 9.0 (Hopper), and {found}; use 'xla' or None")
-    can_run = capability is not None and (capability == HOPPER if op in HOPPER_OPS else capability >= OLDEST)
-    return implementation or ("triton" if op in PREFERRED and can_run else "xla")
+    return implementation or ("triton" if op in PREFERRED and capability == HOPPER else "xla")
 
 
 def compute_capability() -> int | None:

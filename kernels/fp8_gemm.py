@@ -21,7 +21,7 @@ def fp8_gemm(
     k = a.shape[1]
     if implementation == "triton" and k % 16:  # rows that the copy engine cannot read
         raise ValueError(f"implementation = 'triton': fp8_gemm needs K to be a multiple of 16, and it is {k}; use 'xla'")
-    if dispatch.choose("fp8_gemm", "xla" if k % 16 else implementation) == "triton":
+    if dispatch.choose("fp8_gemm", "xla" if k % 16 or not a.size else implementation) == "triton":
         return on_triton(a, a_scale, b, b_scale, out_dtype)
     m, k = a.shape
     rows = jnp.repeat(b_scale, BLOCK, axis=-2)[..., : b.shape[-2], :]

@@ -34,16 +34,15 @@ def grouped_gemm(
     mean_rows is a guess of the rows in a group for choosing tiles, M / G without it; config overrides what is chosen.
     Returns (M, P * N) of out_dtype; rows in no group are zero, or anything (NaN as well) without zero_rest.
     """
-    if dispatch.choose("grouped_gemm", implementation) == "triton":
+    can_run = _supports(x, w, w_scale)
+    if implementation == "triton" and not can_run:
+        dispatch.resolve("grouped_gemm", implementation)  # a GPU that is missing or too old is named first
+        found = f"x {x.dtype}, w {w.dtype} {w.shape}"
+        raise ValueError(f"implementation = 'triton': grouped_gemm needs bf16, or FP8 with N a multiple of 128, not {found}; use 'xla'")
+    if dispatch.choose("grouped_gemm", implementation if can_run and x.size else "xla") == "triton":
         from dsv3_jax.kernels.triton_impl import grouped_gemm as kernel
 
-        if kernel.supports(x, w, w_scale):
-            return kernel.grouped_gemm(
-                x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest=zero_rest, mean_rows=mean_rows, config=config
-            )
-        if implementation == "triton":
-            found = f"x {x.dtype}, w {w.dtype} {w.shape}"
-            raise ValueError(f"implementation = 'triton': grouped_gemm needs bf16, or FP8 with N a multiple of 128, not {found}; use 'xla'")
+        return kernel.grouped_gemm(x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest=zero_rest, mean_rows=mean_rows, config=config)
     m, groups = x.shape[0], w.shape[0]
     tile = min(128, max(8, 1 << (m // groups).bit_length()))  # rows at a time, near the mean group
     tiles = -(-group_sizes // tile)
@@ -70,3 +69,9 @@ def grouped_gemm(
     out = jnp.zeros((m + tile, w.shape[1] * w.shape[2]), out_dtype)
     out = jax.lax.fori_loop(0, tile_ends[-1], one_tile, out)[:m]
     return jnp.where(jnp.arange(m)[:, None] < ends[-1], out, 0)
+
+
+def _supports(x: jax.Array, w: jax.Array, w_scale: jax.Array | None) -> bool:
+    """Whether a kernel exists for these operands: one block of w's scales must not reach over two projections."""
+    types = (jnp.bfloat16, jnp.float8_e4m3fn)
+    return x.dtype in types and w.dtype in types and (w_scale is None or w.shape[1] == 1 or w.shape[2] % 128 == 0)

@@ -22,7 +22,7 @@ def sort_by_expert(
     each sorted place; inverse (M*K,), the place of each pair; group_sizes (here,), the pairs of each expert; all int32.
     """
     pairs = topk_ids.size
-    if implementation is None and pairs > LARGEST:
+    if not pairs or (implementation is None and pairs > LARGEST):
         implementation = "xla"
     if dispatch.choose("sort_by_expert", implementation) == "triton":
         from dsv3_jax.kernels.triton_impl import moe_sort

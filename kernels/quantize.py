@@ -74,7 +74,7 @@ def swiglu_quant(gate_up: jax.Array, scale_fmt: str | None = None, *, implementa
 
 
 def _choose(op: str, x: jax.Array, implementation: str | None) -> str:
-    return dispatch.choose(op, "xla" if implementation is None and x.size < WORTH_A_KERNEL else implementation)
+    return dispatch.choose(op, "xla" if not x.size or (implementation is None and x.size < WORTH_A_KERNEL) else implementation)
 
 
 def _divide(a: jax.Array, b: jax.Array) -> jax.Array:

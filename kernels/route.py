@@ -41,7 +41,7 @@ def route(
     if too_large and implementation == "triton":
         found = f"{e} experts in tiles of {tile[0]} x {tile[1]}"
         raise ValueError(f"implementation = 'triton': route holds at most {LARGEST_TILE} scores, not {found}; use 'xla' or None")
-    if dispatch.choose("route", "xla" if too_large else implementation) == "triton":
+    if dispatch.choose("route", "xla" if too_large or not m else implementation) == "triton":
         from dsv3_jax.kernels.triton_impl import route as kernel
 
         groups = (n_group, topk_group) if grouped else (1, 1)

@@ -107,6 +107,8 @@ def _problem(table: str, name: str, entry) -> str | None:
         return f"must hold {', '.join(f'{f} ({t.__name__})' for f, t in fields.items())}, not {values}"
     if any(type(v) is int and v < 1 for v in values.values()):
         return f"every number must be positive: {values}"
+    if op == "fp8_gemm" and (values["BN"] not in (64, 128) or values.get("GROUPS", 1) not in (1, 2, 4)):
+        return f"BN must be 64 or 128, and GROUPS 1, 2 or 4: {values}"
     if kind == "decode" and values["STAGES"] % values["GROUPS"]:
         return f"STAGES must be a multiple of GROUPS: {values}"
     if kind == "decode" and int(parts[0]) > DECODE_ROWS:

@@ -14,7 +14,7 @@ with nothing compiled, "cached s" the same from the compilation cache; leave bot
 
 kernels: the times of single kernels on DeepSeek-V3's shapes, each result checked first; --peers joins the figures of other libraries.
 
-Exit code 0 when all is well, 2 for a wrong flag or file.
+Exit code 0 when all is well, 1 if a kernel failed its check, 2 for a wrong flag or file.
 """
 
 from __future__ import annotations
@@ -72,8 +72,11 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"{', '.join(wrong)}: not for {command}; see --help")
     words = shlex.join(_command)
     if command == "kernels":
-        from dsv3_jax.benchmark import kernels
+        from dsv3_jax.benchmark import kernels, pool
 
+        if (_SEED.value or 0) > 1_000_000:
+            raise ValueError(f"--seed={_SEED.value}: must be at most 1000000 for kernels")
+        pool.need_gpu("dsv3-benchmark kernels")
         return kernels.main(
             what=_WHAT.value, tokens=_TOKENS.value, json=_JSON.value, peers=_PEERS.value, deadline_s=_DEADLINE_S.value,
             processes=_PROCESSES.value, seed=_SEED.value, command=words,

@@ -26,14 +26,17 @@ _SHAPES = flags.DEFINE_string("shapes", "v3", "Weights: v3, v2_lite, or NxK such
 _SHARDS = flags.DEFINE_string("shards", "1", "Widths of tensor parallelism whose shares of v3's and v2_lite's weights to tune: 1,2,4,8,16.")
 _OUT = flags.DEFINE_string("out", None, "Table to write; left out, the one that models on this GPU look up.")
 _DEADLINE_S = flags.DEFINE_float("deadline_s", None, "Stop after so many seconds, with what has been found.")
-_PROCESSES = flags.DEFINE_integer("processes", None, "Processes that compile side by side and take turns on the GPU; 0: none but this one.")
+_PROCESSES = flags.DEFINE_integer(
+    "processes", None, "Processes that compile side by side and take turns on the GPU; 0: none but this one.", lower_bound=0
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the operands.", lower_bound=0, upper_bound=1_000_000)
 
 
 def main(argv: list[str]) -> int:
     del argv
-    from dsv3_jax.benchmark import tune
+    from dsv3_jax.benchmark import pool, tune
 
+    pool.need_gpu("dsv3-tune-kernels")
     return tune.main(
         what=_WHAT.value, tokens=_TOKENS.value, rows=_ROWS.value, shapes=_SHAPES.value, shards=_SHARDS.value, out=_OUT.value,
         deadline_s=_DEADLINE_S.value, processes=_PROCESSES.value, seed=_SEED.value,

@@ -30,7 +30,7 @@ TABLE = {
     "distributed": "config sharding jax",
     "plan": "config sharding model jax",
     "model": "config sharding kernels jax",
-    "model.options": "config kernels.dispatch",
+    "model.options": "config kernels",
     "model.rope": "config sharding jax",
     "model.cache": "config sharding jax model.options",
     "model.layers": "config sharding kernels jax model.options model.rope",

@@ -159,6 +159,15 @@ def attempt(measured: Callable[[], dict]) -> dict:
         return {"error": f"{type(e).__name__}: {text[:300]}", "fatal": isinstance(e, jax.errors.JaxRuntimeError)}
 
 
+def need_gpu(what: str) -> None:
+    """Raise ValueError where there is no GPU for `what`; takes none of its memory, which the processes will need."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    if jax.default_backend() != "gpu":
+        raise ValueError(f"{what} needs a GPU, and none is here; see the README for `make cuda`")
+
+
 def progress(began: float, text: str) -> None:
     """A line on standard error with the seconds since `began`, a time.monotonic()."""
     print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)

@@ -53,6 +53,8 @@ def main(
     path = None if out is None else pathlib.Path(cli.resolve(out, "out"))
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"--out={out}: there is no folder {path.parent}")
+    if path is not None:
+        tiles.read(path)
     processes = pool.default_processes() if processes is None else processes
     pool.progress(began, f"{len(units)} shapes in {processes} processes")
     measured: dict[tuple, list[dict]] = {}
@@ -69,7 +71,7 @@ def main(
         if best is row or len(rows_so_far) == 1:
             path = path or _default_path(row["device"])
             _save(path, best)
-    pool.progress(began, f"{len(measured)} of {len(units)} shapes have an entry in {path}")
+    pool.progress(began, f"{len(measured)} of {len(units)} shapes have an entry in {path or 'the table'}")
     return 0 if measured else 1
 
 

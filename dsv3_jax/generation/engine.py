@@ -31,7 +31,7 @@ from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import Sharding
 
 DEFAULT_SEQ_LEN = 4096
-PREFILL_TOKENS = 8192  # of all rows in one prefill call: bounds activation memory
+PREFILL_TOKENS = 8192  # of all rows in one prefill call: bounds activations, though not the keys and values that attention expands
 LOGIT_TOKENS = 1024  # the same where every token's logits are wanted, half a GB for a vocabulary of 129,280
 
 OnToken = Callable[[int, int], bool | None]

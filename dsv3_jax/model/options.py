@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.kernels import dispatch
+from dsv3_jax.kernels import dispatch, mla_prefill
 
 DTYPES = ("bfloat16", "float32")
 ATTN_IMPLS = ("absorb", "naive")
@@ -51,6 +51,9 @@ class Options:
             dispatch.resolve(op, self.implementation)
         if self.dtype != "bfloat16":
             raise ValueError(f"implementation = 'triton': attention needs dtype 'bfloat16', not {self.dtype!r}; use 'xla' or None")
+        widths = (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
+        if why_not := mla_prefill.unsupported(*widths, self.dtype):
+            raise ValueError(f"implementation = 'triton': mla_prefill {why_not}; use 'xla' or None")
 
     def _ops(self, *, quantized: bool) -> list[str]:
         """The kernels of kernels/dispatch.py that a model of these options runs."""

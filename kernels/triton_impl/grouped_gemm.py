@@ -32,12 +32,6 @@ def grouped_gemm(
     return _grouped_anywhere(x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest, chosen)
 
 
-def supports(x, w, w_scale) -> bool:
-    """Whether a kernel exists for these operands: one block of w's scales must not reach over two projections."""
-    types = (jnp.bfloat16, jnp.float8_e4m3fn)
-    return x.dtype in types and w.dtype in types and (w_scale is None or w.shape[1] == 1 or w.shape[2] % 128 == 0)
-
-
 def choose(kind: str, rows: int, pn: int, k: int) -> dict:
     """Tiles on Hopper for groups of about `rows` rows and weights of pn rows by k columns: measured, or else likely."""
     return tiles.lookup("grouped_gemm", rows, pn, k, kind, default=configure(kind, rows))
