@@ -154,3 +154,11 @@ def _one_line(e: BaseException) -> str:
     if isinstance(e, OSError) and e.strerror:
         return f"{e.filename}: {e.strerror}" if e.filename is not None else e.strerror
     return str(e).strip() or type(e).__name__
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """Read '1,32'; raises ValueError for anything but positive integers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(p.isascii() and p.isdigit() and 0 < int(p) < 2**31 for p in parts):
+        raise ValueError(f"--{flag}={text}: must be positive integers, such as 1,32")
+    return [int(p) for p in parts]

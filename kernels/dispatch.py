@@ -76,7 +76,8 @@ def _capability_here() -> int | None:
     except ValueError:  # not NVIDIA's
         return None
     if found < OLDEST:
-        _log.warning("this GPU (compute capability %s) has no FP8 tensor cores: XLA computes everything, in bf16", found / 10)
+        missing = "has no FP8 tensor cores: XLA computes everything, and FP8 weights are dequantised"
+        _log.warning("this GPU (compute capability %s) %s", found / 10, missing)
     return found
 
 

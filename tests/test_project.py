@@ -40,8 +40,9 @@ TABLE = {
     "model.mtp": "config sharding jax model",
     "checkpoint": "checkpoint config sharding model jax",
     "generation": "config jax generation",
-    "generation.engine": "config sharding model checkpoint kernels.dispatch jax"
-    " generation.requests generation.sampling generation.steps generation.stops",
+    "generation.engine": "config sharding model checkpoint jax"
+    " generation.requests generation.sampling generation.settings generation.steps generation.stops",
+    "generation.settings": "config sharding model kernels.dispatch jax generation.requests",
     "generation.sampling": "jax",
     "generation.steps": "model jax generation.sampling",
     "generation.requests": "generation.sampling",

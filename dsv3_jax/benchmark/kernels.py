@@ -53,6 +53,8 @@ def main(
         work, done = [(i, seed, unit) for i, unit in enumerate(units)], [0] * len(units)
         deadline = None if deadline_s is None else began + deadline_s
         for (i, *_), row in pool.run(measure_unit, work, processes, deadline):
+            if done[i] == len(units[i]):
+                continue  # its process died after the last case
             row = about(units[i][done[i]]) | row  # a process that died has not said what it was at
             done[i] += 1
             failed += "error" in row
@@ -72,7 +74,7 @@ def _units(what: str, tokens: str | None) -> list[Sequence[cases.Base]]:
     kinds = [kind.strip() for kind in what.split(",")]
     if wrong := [kind for kind in kinds if kind not in WHAT.split(",")]:
         raise ValueError(f"--what={what}: {', '.join(wrong)} must be among {WHAT}")
-    ms = TOKENS if tokens is None else tuple(numbers("tokens", tokens))
+    ms = TOKENS if tokens is None else tuple(cli.numbers("tokens", tokens))
     units = [list(unit) for kind in kinds for unit in default(kind, ms)]
     return sorted(units, key=lambda unit: -sum(case.bytes + case.flops / 300 for case in unit))  # the longest first
 
@@ -97,14 +99,6 @@ def default(kind: str, tokens: tuple[int, ...] = TOKENS) -> Sequence[Sequence[ca
         [quant("rms_norm_quant", m, 7168) for m in (4096, 16384)],
         [quant("swiglu_quant", 16384, 2048), quant("weight_dequant", 7168, 18432)],
     ]
-
-
-def numbers(flag: str, text: str) -> list[int]:
-    """Read '1,32'; raises ValueError for anything but positive integers."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(p.isascii() and p.isdigit() and 0 < int(p) < 2**31 for p in parts):
-        raise ValueError(f"--{flag}={text}: must be positive integers, such as 1,32")
-    return [int(p) for p in parts]
 
 
 def measure_unit(unit: tuple[int, int, Sequence], skip: int, lock: contextlib.AbstractContextManager) -> Iterator[dict]:

@@ -9,6 +9,7 @@ import os
 from importlib import metadata
 
 import jax
+import numpy as np
 
 from dsv3_jax import cli
 from dsv3_jax.benchmark import measure, profile
@@ -57,7 +58,7 @@ class Settings:
 def main(settings: Settings, command: str = "") -> int:
     """Measure every batch at every context. Raises ValueError for settings that do not fit, before devices are touched."""
     s = dataclasses.replace(settings, steps=-(-settings.steps // DECODED) * DECODED)
-    batches, contexts = integers("batch", s.batch), integers("context", s.context)
+    batches, contexts = cli.numbers("batch", s.batch), cli.numbers("context", s.context)
     config = read_config(s)
     longest = max(contexts) + s.steps + measure.WARM_UP
     if longest > config.max_position_embeddings:
@@ -137,21 +138,15 @@ def profile_row(run: measure.Run, at: measure.Started, folder: str, figures: dic
             cache, rows, _ = program(e.params, cache, rows)
         return rows
 
+    lengths = np.asarray(cache.lengths)
     jax.block_until_ready(decode(measure.WARM_UP))  # CUDA graphs are made in the first calls
+    cache = run.rewind(cache, lengths)
     events = profile.record(folder, lambda: decode(steps))
     kernels = profile.by_kernel(events, steps)
     namer = profile.Namer(profile.parts_of_hlo(program.as_text() or ""))
     parts = profile.by_part(events, namer, steps, figures["decode_ms_per_step"] * 1e3)
     title = f"batch {run.batch}, context {run.context}: {figures['decode_ms_per_step'] * 1e3:,.0f} us a step; trace in {folder}"
     return {"steps": steps, "parts": parts, "kernels": kernels}, f"{title}\n{profile.show(kernels, parts)}"
-
-
-def integers(name: str, text: str) -> list[int]:
-    """Read '1,32'; raises ValueError for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(p.isascii() and p.isdigit() and 0 < int(p) < 2**31 for p in parts):
-        raise ValueError(f"--{name}={text}: must be positive integers, such as 1,32")
-    return [int(p) for p in parts]
 
 
 def read_config(s: Settings) -> ModelConfig:

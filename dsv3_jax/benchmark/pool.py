@@ -1,8 +1,12 @@
-"""Several processes that share one GPU: each compiles for itself, and a lock lets one at a time run anything."""
+"""Several processes that share one GPU: each compiles for itself, and a lock lets one at a time measure.
+
+Outside the lock a process launches each kernel once, which has the driver compile it; medians bear that.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import sys
@@ -12,8 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 from typing import Any
-
-from dsv3_jax.benchmark.timing import FileLock
 
 # Yields a row for each item of a unit, from the item `skip` on; a row whose "fatal" is true says that the process is of no more use.
 Work = Callable[[Any, int, contextlib.AbstractContextManager], Iterator[dict]]
@@ -57,7 +59,7 @@ def run(work: Work, units: Iterable[Any], processes: int, deadline: float | None
                     yield from ((unit, row) for row in rows)
                     died = 0 if any("error" not in row for row in rows) else died + (not alive)
                     if died > MOST_DEATHS:
-                        raise RuntimeError(f"{died} processes died, one after the other: {rows[-1]['error']}")
+                        raise RuntimeError(f"{died} processes died, one after the other: {rows[-1]['error'] if rows else 'without work'}")
                     if not alive:
                         workers.remove(worker)
                         worker.kill()
@@ -133,6 +135,19 @@ def _serve(work: Work, pipe, lock: str) -> None:
             for row in work(unit, skip, FileLock(lock)):
                 pipe.send(row)
             pipe.send(None)
+
+
+class FileLock(contextlib.AbstractContextManager):
+    """A lock between processes, which a process that dies gives back."""
+
+    def __init__(self, path: str):
+        self._file = open(path, "a")  # noqa: SIM115
+
+    def __enter__(self):
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *exception):
+        fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager

@@ -16,15 +16,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from dsv3_jax import sharding as sharding_lib
 from dsv3_jax.checkpoint import load
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation import requests
-from dsv3_jax.generation.engine import DEFAULT_SEQ_LEN, Engine, use_compilation_cache
-from dsv3_jax.kernels import dispatch
+from dsv3_jax.generation.engine import Engine
+from dsv3_jax.generation.settings import settle
 from dsv3_jax.model import rope
 from dsv3_jax.model.layers import FP8
-from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import Sharding
 
 BIAS = 0.01  # spread of the router's correction bias, next to scores that spread by 0.2
@@ -49,21 +47,12 @@ def random_engine(
     num_hidden_layers: keep only the first so many layers. The rest is as in Engine.from_checkpoint, ValueErrors included.
     """
     config = truncated(config, num_hidden_layers)
-    max_seq_len = min(DEFAULT_SEQ_LEN, config.max_position_embeddings) if max_seq_len is None else max_seq_len
-    max_seq_len = requests.whole("max_seq_len", max_seq_len, 2, config.max_position_embeddings)
-    max_batch_size = requests.whole("max_batch_size", max_batch_size, 1)
-    options = Options(dtype, attn_impl, gemm_impl or "bf16", implementation=implementation)
-    options.check(config)
-    sharding_lib.check(config, mesh, expert_axes)
-    use_compilation_cache()
-    sharding = sharding_lib.make_sharding(mesh, expert_axes)
-    may_quantise = gemm_impl is None and config.quantization_config and dtype == "bfloat16"
-    if may_quantise and dispatch.resolve("fp8_gemm", implementation) == "triton":
-        options = dataclasses.replace(options, gemm_impl="fp8")
-    graph, abstract = load.abstract_model(config, options, sharding, max_seq_len)
-    params = random_params(abstract, config, sharding, max_seq_len, seed)
-    graph, params = load.prepare(graph, params, options, sharding)
-    return Engine(config, options, sharding, graph, params, max_seq_len=max_seq_len, max_batch_size=max_batch_size)
+    chosen = {"dtype": dtype, "attn_impl": attn_impl, "gemm_impl": gemm_impl, "implementation": implementation}
+    s = settle(config, mesh, expert_axes, max_seq_len, max_batch_size, **chosen)
+    graph, abstract = load.abstract_model(config, s.options, s.sharding, s.max_seq_len)
+    params = random_params(abstract, config, s.sharding, s.max_seq_len, seed)
+    graph, params = load.prepare(graph, params, s.options, s.sharding)
+    return Engine(config, s, graph, params)
 
 
 def truncated(config: ModelConfig, num_hidden_layers: int | None) -> ModelConfig:

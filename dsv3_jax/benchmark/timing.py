@@ -3,14 +3,13 @@
 An iteration of the loop calls the op once for every pair of a weight and a small operand. The small operands (scales of the
 activations, queries, group sizes) change places after each iteration, so that no call is the same as another or as in the iteration
 before, which XLA would compute once; the results replace those of the iteration before. Several processes, each with cases of its
-own, may share a GPU: they compile side by side and take turns at running (`pool`).
+own, may share a GPU: they compile side by side and take turns at measuring (`pool`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import math
 import statistics
@@ -241,16 +240,3 @@ def _check(checks, operands, first, second, bound: float) -> float:
     if not worst <= bound:
         raise ArithmeticError(f"differs by {worst:.3g} from the exact result, more than {bound:g}")
     return max(worst, 0.0)
-
-
-class FileLock(contextlib.AbstractContextManager):
-    """A lock between processes, which a process that dies gives back."""
-
-    def __init__(self, path: str):
-        self._file = open(path, "a")  # noqa: SIM115
-
-    def __enter__(self):
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *exception):
-        fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dsv3_jax import cli
 from dsv3_jax.benchmark import candidates, cases, kernels, pool
 from dsv3_jax.kernels import tiles
+from dsv3_jax.kernels.quantize import BLOCK
 
-# (N, K) of DeepSeek-V3 in FP8, and what tensor parallelism cuts: rows of the weight (n), columns (k) or nothing.
-V3 = ((2112, 7168, ""), (24576, 1536, "n"), (32768, 512, "n"), (7168, 16384, "k"), (4096, 7168, "n"), (7168, 2048, "k"), (36864, 7168, "n"))
+# (N, K, cut) of weights, cut being what tensor parallelism divides: rows of the weight (n), columns (k) or nothing. DeepSeek-V3's in FP8
+# are those that benchmarks know, and the dense layers' down_proj.
+V3 = (*((*weight, cut) for weight, cut in zip(kernels.GEMM, ("", "n", "n", "k", "n", "k", "n"), strict=True)), (7168, 18432, "k"))
 V2_LITE = (
     (3072, 2048, "n"),
     (576, 2048, ""),
@@ -26,7 +28,6 @@ V2_LITE = (
 # Experts, (P * N, K, P, what is cut) of their weights: gate and up, and down.
 V3_EXPERTS = (32, ((4096, 7168, 2, "n"), (7168, 2048, 1, "k")))
 V2_LITE_EXPERTS = (64, ((2816, 2048, 2, "n"), (2048, 1408, 1, "k")))
-BLOCK = 128
 WHAT = ("gemm", "grouped")
 BETTER = 0.99  # of the time of the tiles in use, which a candidate must stay below: the clock is no better than that
 RUN_US, REPEATS = 8e3, 3
@@ -83,7 +84,7 @@ def fastest(rows: list[dict]) -> dict:
 
 def _units(kinds: list[str], tokens: str, rows: str, shapes: str, shards: str, seed: int) -> list[tuple]:
     """(kind, M, N, K, P, experts, seed), the likely most useful first: by M, then in the order of the shapes."""
-    widths, found = kernels.numbers("shards", shards), []
+    widths, found = cli.numbers("shards", shards), []
     gemm, experts = _shapes(shapes, widths)
     for kind in kinds:
         if kind == "gemm":
@@ -97,7 +98,7 @@ def _units(kinds: list[str], tokens: str, rows: str, shapes: str, shards: str, s
 
 def _buckets(op: str, flag: str, text: str) -> list[int]:
     """An entry is measured with as many rows as it stands for."""
-    return [tiles.bucket(op, m) for m in kernels.numbers(flag, text)]
+    return [tiles.bucket(op, m) for m in cli.numbers(flag, text)]
 
 
 def _shapes(text: str, widths: list[int]) -> tuple[list[tuple], list[tuple]]:

@@ -17,20 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsv3_jax import sharding as sharding_lib
 from dsv3_jax.checkpoint import load, store
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation import requests, steps
 from dsv3_jax.generation import sampling as sampling_lib
 from dsv3_jax.generation.requests import Request
 from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.settings import Settings, settle
 from dsv3_jax.generation.stops import stop_token_ids as read_stop_token_ids
-from dsv3_jax.kernels import dispatch
 from dsv3_jax.model.cache import KVCache, init_cache
-from dsv3_jax.model.options import Options
-from dsv3_jax.sharding import Sharding
 
-DEFAULT_SEQ_LEN = 4096
 PREFILL_TOKENS = 8192  # of all rows in one prefill call: bounds activations, though not the keys and values that attention expands
 LOGIT_TOKENS = 1024  # the same where every token's logits are wanted, half a GB for a vocabulary of 129,280
 
@@ -57,24 +53,22 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        options: Options,
-        sharding: Sharding,
+        settings: Settings,
         graph: nnx.GraphDef,
         params: load.Params,
         *,
-        max_seq_len: int,
-        max_batch_size: int,
         eos_token_ids: Sequence[int] = (),
     ):
-        self.config, self.options, self.sharding, self.params = config, options, sharding, params
-        self.max_seq_len, self.max_batch_size, self.eos_token_ids = max_seq_len, max_batch_size, tuple(eos_token_ids)
+        self.config, self.options, self.sharding, self.params = config, settings.options, settings.sharding, params
+        self.max_seq_len, self.max_batch_size = settings.max_seq_len, settings.max_batch_size
+        self.eos_token_ids = tuple(eos_token_ids)
         jit = functools.partial(jax.jit, donate_argnames="cache")
         self._prefill = jax.jit(functools.partial(steps.prefill, graph), static_argnames="context", donate_argnames=("cache", "logits"))
         self._append_all = jit(functools.partial(steps.every_token, graph), static_argnames="context")
         self._decode = jit(functools.partial(steps.decode, graph), static_argnames="mode")
         self._choose = jax.jit(steps.choose, static_argnames="mode")
         self._end = jax.jit(steps.end)
-        self._init_cache = jax.jit(functools.partial(init_cache, config, options, sharding), static_argnums=(0, 1))
+        self._init_cache = jax.jit(functools.partial(init_cache, config, self.options, self.sharding), static_argnums=(0, 1))
 
     @classmethod
     def from_checkpoint(
@@ -104,20 +98,12 @@ class Engine:
         path = os.path.abspath(os.path.expanduser(os.fspath(path)))
         cfg = store.read_config(path)
         cfg = cfg if config is None else ModelConfig.from_json(config)
-        max_seq_len = min(DEFAULT_SEQ_LEN, cfg.max_position_embeddings) if max_seq_len is None else max_seq_len
-        max_seq_len = requests.whole("max_seq_len", max_seq_len, 2, cfg.max_position_embeddings)
-        max_batch_size = requests.whole("max_batch_size", max_batch_size, 1)
-        options = Options(dtype, attn_impl, gemm_impl or "bf16", gate_dtype, reference_scale_fmt, implementation)
-        options.check(cfg)
-        sharding_lib.check(cfg, mesh, expert_axes)
         eos = read_stop_token_ids(path, cfg)
-        use_compilation_cache()
-        sharding = sharding_lib.make_sharding(mesh, expert_axes)
-        may_quantise = gemm_impl is None and cfg.quantization_config and dtype == "bfloat16"  # who asks for float32 wants no rounding
-        if may_quantise and dispatch.resolve("fp8_gemm", implementation) == "triton":
-            options = dataclasses.replace(options, gemm_impl="fp8")
-        graph, params = load.load_model(path, cfg, options, sharding, max_seq_len)
-        return cls(cfg, options, sharding, graph, params, max_seq_len=max_seq_len, max_batch_size=max_batch_size, eos_token_ids=eos)
+        chosen = {"dtype": dtype, "attn_impl": attn_impl, "gate_dtype": gate_dtype, "reference_scale_fmt": reference_scale_fmt}
+        chosen |= {"gemm_impl": gemm_impl, "implementation": implementation}
+        s = settle(cfg, mesh, expert_axes, max_seq_len, max_batch_size, **chosen)
+        graph, params = load.load_model(path, cfg, s.options, s.sharding, s.max_seq_len)
+        return cls(cfg, s, graph, params, eos_token_ids=eos)
 
     def check_prompt(self, tokens: Sequence[int]) -> None:
         """Raise ValueError for a prompt that `generate` cannot run: empty, too long for max_seq_len, or not token ids of the vocabulary."""
@@ -268,11 +254,3 @@ class _Answer:
         asked = on_token is not None and bool(on_token(index, token))
         self.reason = "stop" if asked else "length" if len(self.tokens) == self.request.limit else ""
         return asked
-
-
-def use_compilation_cache() -> None:
-    """Keep compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
-    if jax.config.jax_compilation_cache_dir is None:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        jax.config.update("jax_compilation_cache_dir", os.path.join(base, "dsv3_jax", "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

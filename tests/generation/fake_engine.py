@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax  # noqa: F401  (with the two below: imported once, before the forks)
@@ -26,6 +28,17 @@ from dsv3_jax import cli
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.stops import stop_token_ids
 from dsv3_jax.kernels import dispatch
+
+GOLDEN = Path(__file__).parent / "golden_chat"
+BOS, USER, ASSISTANT, EOS = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"
+V3 = f"--ckpt_path={GOLDEN / 'v3'}"
+
+
+def folders(parent: Path) -> Iterator[Path]:
+    """New folders in `parent`, one for each run."""
+    for i in itertools.count():
+        (folder := parent / f"run{i}").mkdir()
+        yield folder
 
 
 @dataclasses.dataclass

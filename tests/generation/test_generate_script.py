@@ -14,20 +14,15 @@ from pathlib import Path
 
 import fake_engine
 import pytest
-
-GOLDEN = Path(__file__).parent / "golden_chat"
-BOS, USER, ASSISTANT, EOS = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"
-V3 = f"--ckpt_path={GOLDEN / 'v3'}"
+from fake_engine import ASSISTANT, BOS, EOS, GOLDEN, USER, V3
 
 
 @pytest.fixture
 def run(tmp_path):
-    count = iter(range(100))
+    folders = fake_engine.folders(tmp_path)
 
     def run(*args, **options):
-        folder = tmp_path / f"run{next(count)}"
-        folder.mkdir()
-        return fake_engine.run(folder, *args, **options)
+        return fake_engine.run(next(folders), *args, **options)
 
     return run
 

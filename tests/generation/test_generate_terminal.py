@@ -16,22 +16,18 @@ from pathlib import Path
 import fake_engine
 import pytest
 from absl import flags
+from fake_engine import ASSISTANT, BOS, EOS, USER, V3
 
 from dsv3_jax import cli
-
-GOLDEN = Path(__file__).parent / "golden_chat"
-BOS, USER, ASSISTANT, EOS = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"
-V3 = f"--ckpt_path={GOLDEN / 'v3'}"
 
 
 @pytest.fixture
 def run(tmp_path):
     """run(*args): the script on the prompts one, two and three, or what args name; a folder of its own for each call."""
-    count = iter(range(100))
+    folders = fake_engine.folders(tmp_path)
 
     def run(*args, **options):
-        folder = tmp_path / f"run{next(count)}"
-        folder.mkdir()
+        folder = next(folders)
         if "--interactive" not in args:
             (folder / "prompts.txt").write_text(options.pop("prompts", "one\ntwo\nthree\n"))
             args += (f"--input_file={folder}/prompts.txt",)
