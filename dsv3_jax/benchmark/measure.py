@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from dsv3_jax.generation import engine as engine_lib
 from dsv3_jax.generation import sampling as sampling_lib
 from dsv3_jax.generation import steps as steps_lib
 from dsv3_jax.generation.engine import Engine
@@ -60,9 +60,7 @@ class Run:
         began = time.perf_counter()
         cache = e._start(prompts, self.context + self.steps + WARM_UP)
         rows = e._rows(self.requests, [], cache.lengths.shape[0])
-        logits = jnp.zeros((len(rows.left), e.config.vocab_size), jnp.float32, out_sharding=e.sharding.named("batch", "vocab"))
-        for tokens, new, context in e._chunks(prompts, engine_lib.PREFILL_TOKENS, cache):
-            cache, logits = e._prefill(e.params, cache, tokens, new, logits, context=context)
+        cache, logits = e._read(prompts, cache)
         logits.block_until_ready()
         prefilled = time.perf_counter()
         rows = e._choose(logits, cache.lengths, rows, mode=self.mode)
@@ -147,7 +145,7 @@ class Run:
         by_row, new = e.sharding.named("batch", None), jax.device_put(real.astype(np.int32), e.sharding.named("batch"))
         hits = []
         for row in tokens:
-            cache, _, ids, _ = e._append_all(e.params, cache, jax.device_put(row[:, None], by_row), new)
+            cache, _, ids, _ = e._append_all(e.params, cache, None, jax.device_put(row[:, None], by_row), new)
             hits.append(hits_of(np.asarray(ids)[:, :, 0], real, self.groups))
         return cache, float(np.mean(hits))
 
@@ -183,19 +181,23 @@ def step_bytes(run: Run, cache: KVCache, hit: float | None) -> int:
     for path, a in leaves(run.engine.params):
         if path[0] in ("embed_tokens", "rope"):
             continue  # a row a token
-        total += bytes_here(a) * (hit or 0) / run.engine.config.n_routed_experts if "experts" in path else bytes_here(a)
+        total += bytes_here(a) * (_part_used(a, hit or 0, run.engine) if "experts" in path else 1)
     slots = cache.layers[0][0].shape[1]
     used = (run.context + WARM_UP + (run.steps + 1) / 2) / slots * run.batch / len(cache.lengths)
     return round(total + used * sum(bytes_here(a) for layer in cache.layers for a in layer))
 
 
+def _part_used(experts: jax.Array, routed: float, engine: Engine) -> float:
+    """The part of an array of all experts that `routed` of them and the shared ones, where they have joined these, make up."""
+    return (routed + len(experts) - engine.config.n_routed_experts) / len(experts)
+
+
 def prefill_flops(engine: Engine, tokens: int) -> float:
     """Operations of the products with weights, per device: twice each weight and token, of experts those that a token is routed to."""
-    share = engine.config.num_experts_per_tok / engine.config.n_routed_experts
     weights = 0.0
     for path, a in leaves(engine.params):
         if path[0] not in ("embed_tokens", "rope", "lm_head") and path[-1] != "weight_scale_inv" and a.ndim > 1:
-            weights += a.size * (share if "experts" in path else 1)
+            weights += a.size * (_part_used(a, engine.config.num_experts_per_tok, engine) if "experts" in path else 1)
     return 2 * weights * tokens / engine.sharding.mesh.size
 
 
@@ -216,20 +218,23 @@ def copy_rate(devices, size: int = COPIED, repeats: int = 20) -> float:
 
 @contextlib.contextmanager
 def own_compilation_cache():
-    """Within it, compiled programs are kept in an empty folder, which is removed at the end."""
-    before = jax.config.jax_compilation_cache_dir
+    """Within it, compiled programs and Triton's kernels are kept in an empty folder, which is removed at the end."""
+    before, triton_before = jax.config.jax_compilation_cache_dir, os.environ.get("TRITON_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         try:
             jax.config.update("jax_compilation_cache_dir", folder)
+            os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
             compilation_cache.reset_cache()
             yield
         finally:
             jax.config.update("jax_compilation_cache_dir", before)
+            os.environ.pop("TRITON_CACHE_DIR")
+            os.environ.update({} if triton_before is None else {"TRITON_CACHE_DIR": triton_before})
             compilation_cache.reset_cache()
 
 
 def forget_programs() -> None:
-    """Forget what this process has compiled, jax_triton's kernels too: those are no part of the persistent cache."""
+    """Forget what this process has compiled, jax_triton's kernels too."""
     jax.clear_caches()
     for name, module in list(sys.modules.items()):
         if name.startswith("dsv3_jax.kernels.triton_impl"):

@@ -16,8 +16,9 @@ from dsv3_jax.benchmark import measure, profile
 from dsv3_jax.benchmark.random_weights import random_engine, truncated
 from dsv3_jax.checkpoint import store
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation.chunks import bucket
 from dsv3_jax.generation.engine import Engine
-from dsv3_jax.generation.steps import DECODED, SMALLEST_CACHE, bucket
+from dsv3_jax.generation.steps import DECODED, SMALLEST_CACHE
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "jax-triton", "triton", "dsv3-jax")
 PROFILED = 16  # decode steps in a trace

@@ -12,6 +12,7 @@ from flax import nnx
 from dsv3_jax.checkpoint import store
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import rope
+from dsv3_jax.model.moe import MoE
 from dsv3_jax.model.options import Options
 from dsv3_jax.model.transformer import Transformer
 from dsv3_jax.sharding import Sharding
@@ -35,7 +36,8 @@ def load_model(path: str, config: ModelConfig, options: Options, sharding: Shard
     """Restore a checkpoint made by convert.py and prepare it for inference.
 
     Each process reads only its own shards. Plain weights become options.dtype (norms and the router keep what the file stores),
-    q_a_proj and kv_a_proj_with_mqa become qkv_a_proj, and under absorb kv_b_proj becomes w_uk and w_uv. Raises ValueError where the
+    q_a_proj and kv_a_proj_with_mqa become qkv_a_proj, shared experts join the others where one device has all of these, and under absorb
+    kv_b_proj becomes w_uk and w_uv. Raises ValueError where the
     checkpoint does not fit the config.
     """
     graph, abstract = abstract_model(config, options, sharding, max_seq_len)
@@ -48,7 +50,7 @@ def load_model(path: str, config: ModelConfig, options: Options, sharding: Shard
 
 
 def prepare(graph: nnx.GraphDef, params: Params, options: Options, sharding: Sharding) -> tuple[nnx.GraphDef, Params]:
-    """Do once what would otherwise be done in every step: cast plain weights, absorb kv_b_proj, put q_a_proj beside kv_a_proj.
+    """Do once what would otherwise be done in every step: cast plain weights, absorb kv_b_proj, join what reads the same rows.
 
     FP8 linears stay FP8: under gemm_impl 'fp8' nothing is dequantised in a step, under 'bf16' every step dequantises what it reads.
 
@@ -60,6 +62,8 @@ def prepare(graph: nnx.GraphDef, params: Params, options: Options, sharding: Sha
         params.clear()
         for block in model.layers:
             block.self_attn.join()
+            if isinstance(block.mlp, MoE):
+                block.mlp.join()
             if options.attn_impl == "absorb":
                 block.self_attn.absorb()
         graph, state = nnx.split(model)

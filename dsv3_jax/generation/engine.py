@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,15 @@ from dsv3_jax.checkpoint import load, store
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation import requests, steps
 from dsv3_jax.generation import sampling as sampling_lib
+from dsv3_jax.generation.chunks import Chunk, bucket, chunks
 from dsv3_jax.generation.requests import Request
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.settings import Settings, settle
 from dsv3_jax.generation.stops import stop_token_ids as read_stop_token_ids
 from dsv3_jax.model.cache import KVCache, init_cache
 
-PREFILL_TOKENS = 8192  # of all rows in one prefill call: bounds activations, though not the keys and values that attention expands
-LOGIT_TOKENS = 1024  # the same where every token's logits are wanted, half a GB for a vocabulary of 129,280
+PREFILL_TOKENS = 8192  # of one data row's prompts in one prefill call: bounds activations
+LOGIT_TOKENS = 1024  # of all rows in one call that returns every token's logits, half a GB for a vocabulary of 129,280
 
 OnToken = Callable[[int, int], bool | None]
 
@@ -125,15 +126,18 @@ class Engine:
         prompts = [requests.check_prompt(p, vocab, most, f"prompt {i}") for i, p in enumerate(requests.as_list(prompts))]
         results = []
         for start in range(0, len(prompts), self.max_batch_size):
-            batch, chunks = prompts[start : start + self.max_batch_size], []
+            batch = prompts[start : start + self.max_batch_size]
+            parts: list[list[tuple]] = [[] for _ in range(self._row_count(len(batch)))]
             with self._running():
                 cache = self._start(batch, max(map(len, batch)))
-                for tokens, new, context in self._chunks(batch, LOGIT_TOKENS, cache):
-                    cache, *rest = self._append_all(self.params, cache, tokens, new, context=context)
-                    chunks.append([np.asarray(a) for a in rest])
-            logits, ids, weights = (np.concatenate(parts, axis=-2) for parts in zip(*chunks, strict=True))
-            for i, p in enumerate(batch):
-                results.append((logits[i, : len(p)], (ids[:, i, : len(p)], weights[:, i, : len(p)])))
+                for chunk, arrays in self._chunks(batch, LOGIT_TOKENS // self.sharding.size("batch"), cache):
+                    cache, *rest = self._append_all(self.params, cache, *arrays, context=chunk.context)
+                    logits, ids, weights = (np.asarray(a) for a in rest)
+                    for g, (row, n) in enumerate(zip(chunk.prompts, chunk.new, strict=True)):
+                        parts[row].append((logits[g, :n], ids[:, g, :n], weights[:, g, :n]))
+            for part in parts[: len(batch)]:
+                logits, ids, weights = (np.concatenate(arrays, axis=-2) for arrays in zip(*part, strict=True))
+                results.append((logits, (ids, weights)))
         return results
 
     def generate(
@@ -165,9 +169,7 @@ class Engine:
         prompts = [r.tokens for r in batch]
         cache = self._start(prompts, max(len(r.tokens) + r.limit for r in batch))
         rows, mode = self._rows(batch, stops, cache.lengths.shape[0]), sampling_lib.mode([r.sampling for r in batch])
-        logits = jnp.zeros((len(rows.left), self.config.vocab_size), jnp.float32, out_sharding=self.sharding.named("batch", "vocab"))
-        for tokens, new, context in self._chunks(prompts, PREFILL_TOKENS, cache):
-            cache, logits = self._prefill(self.params, cache, tokens, new, logits, context=context)
+        cache, logits = self._read(prompts, cache)
         rows = self._choose(logits, cache.lengths, rows, mode=mode)
 
         answers = [_Answer(r, set(stops)) for r in batch]
@@ -198,11 +200,11 @@ class Engine:
     def _start(self, prompts, slots: int) -> KVCache:
         """An empty cache for these prompts: rows and slots are rounded up, so that few shapes are compiled, but not past the limits."""
         most = -(-self.max_seq_len // steps.SMALLEST_CACHE) * steps.SMALLEST_CACHE
-        return self._init_cache(self._row_count(len(prompts)), min(steps.bucket(slots, steps.SMALLEST_CACHE), most))
+        return self._init_cache(self._row_count(len(prompts)), min(bucket(slots, steps.SMALLEST_CACHE), most))
 
     def _row_count(self, prompts: int) -> int:
         data = self.sharding.size("batch")
-        return data * min(steps.bucket(-(-prompts // data)), -(-self.max_batch_size // data))
+        return data * min(bucket(-(-prompts // data)), -(-self.max_batch_size // data))
 
     def _rows(self, batch: list[Request], stops: list[int], count: int) -> steps.Rows:
         padding = count - len(batch)
@@ -215,21 +217,19 @@ class Engine:
             stops=put(np.array(stops, np.int32)),
         )
 
-    def _chunks(self, prompts, budget: int, cache: KVCache):
-        """The prompts on the device, padded, about `budget` tokens at a time.
+    def _read(self, prompts, cache: KVCache) -> tuple[KVCache, jax.Array]:
+        """The prompts in the empty cache, and the logits (B, V) after the last token of each."""
+        shape, layout = (len(cache.lengths), self.config.vocab_size), self.sharding.named("batch", "vocab")
+        logits = jnp.zeros(shape, jnp.float32, out_sharding=layout)
+        for chunk, arrays in self._chunks(prompts, PREFILL_TOKENS, cache):
+            cache, logits = self._prefill(self.params, cache, *arrays, logits, context=chunk.context)
+        return cache, logits
 
-        Yields tokens (B, T), how many of them are real (B,), and a bound on the slots of the empty `cache` in use after them.
-        """
-        count, longest, slots = self._row_count(len(prompts)), max(map(len, prompts)), cache.layers[0][0].shape[1]
-        widest = max(steps.SMALLEST_WIDTH, steps.bucket(budget // count + 1) // 2)
-        for start in range(0, longest, widest):
-            width = min(steps.bucket(longest - start, steps.SMALLEST_WIDTH), widest)
-            tokens, new = np.zeros((count, width), np.int32), np.zeros((count,), np.int32)
-            for i, p in enumerate(prompts):
-                part = p[start : start + width]
-                tokens[i, : len(part)], new[i] = part, len(part)
-            put = (jax.device_put(a, self.sharding.named("batch", *(None,) * (a.ndim - 1))) for a in (tokens, new))
-            yield *put, min(steps.bucket(start + width), slots)
+    def _chunks(self, prompts, budget: int, cache: KVCache) -> Iterator[tuple[Chunk, tuple[jax.Array, ...]]]:
+        """The chunks of the prompts for the empty `cache`, and of each its rows, tokens and their number on the devices."""
+        data, slots = self.sharding.size("batch"), cache.layers[0][0].shape[1]
+        for c in chunks(prompts, len(cache.lengths), data, budget, slots):
+            yield c, tuple(jax.device_put(a, self.sharding.named("batch", *(None,) * (a.ndim - 1))) for a in (c.rows, c.tokens, c.new))
 
 
 @dataclasses.dataclass

@@ -1,6 +1,6 @@
 """The compiled steps of the engine: append a chunk of prompt, append one token, choose the next.
 
-B rows, T tokens per row, V vocab_size, L MoE layers, K num_experts_per_tok.
+B rows, G of them in one call, T tokens per row, V vocab_size, L MoE layers, K num_experts_per_tok.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsv3_jax.generation import sampling
+from dsv3_jax.model.cache import put_rows, take_rows
 
-SMALLEST_WIDTH = 16  # tokens per row in a prefill call
 SMALLEST_CACHE = 128  # slots per row
 DECODED = 4  # tokens per row in a decode call: preparing a call costs the host what the GPU needs for one or two of a small model's steps
 BROKEN = -1  # in place of a token: the row's logits are not finite
@@ -35,26 +35,22 @@ class Rows:
     stops: jax.Array
 
 
-def bucket(n: int, smallest: int = 1) -> int:
-    """The smallest power of two that is at least n and `smallest`: few shapes, so that few programs are compiled."""
-    return max(smallest, 1 << (n - 1).bit_length())
+def prefill(graph, params, cache, rows, tokens, new, logits, *, context=None):
+    """Append new[g] of tokens (G, T) to `rows` (G,); where there are any, the row's logits, of (B, V), become those after the last.
 
-
-def prefill(graph, params, cache, tokens, new, logits, *, context=None):
-    """Append new[b] of tokens (B, T) to each row; logits (B, V) become those after a row's last token where it has any in this chunk.
-
-    context: as for Transformer.
+    rows and context: as for Transformer.
     """
     model = nnx.merge(graph, params)
-    hidden, cache, _ = model(tokens, new, cache, context)
-    last = jax.vmap(lambda h, i: jax.lax.dynamic_slice_in_dim(h, i, 1))(hidden, jnp.maximum(new - 1, 0))  # (B, 1, D)
-    return cache, jnp.where((new > 0)[:, None], model.lm_head(last)[:, 0], logits)
+    hidden, cache, _ = model(tokens, new, cache, context, rows)
+    last = jax.vmap(lambda h, i: jax.lax.dynamic_slice_in_dim(h, i, 1))(hidden, jnp.maximum(new - 1, 0))  # (G, 1, D)
+    latest = jnp.where((new > 0)[:, None], model.lm_head(last)[:, 0], take_rows(logits, rows))
+    return cache, put_rows(logits, rows, latest)
 
 
-def every_token(graph, params, cache, tokens, new, *, context=None):
-    """Append a chunk and return, on every device, logits (B, T, V) and the routing, topk_ids and topk_weights (L, B, T, K)."""
+def every_token(graph, params, cache, rows, tokens, new, *, context=None):
+    """Append a chunk to `rows` and return, on every device, logits (G, T, V) and the routing, topk_ids and topk_weights (L, G, T, K)."""
     model = nnx.merge(graph, params)
-    hidden, cache, routings = model(tokens, new, cache, context)
+    hidden, cache, routings = model(tokens, new, cache, context, rows)
     empty = jnp.zeros((0, *tokens.shape, 0))
     ids, weights = (jnp.stack(r) for r in zip(*routings, strict=True)) if routings else (empty.astype(jnp.int32), empty)
     return cache, *(jax.sharding.reshard(a, jax.P()) for a in (model.lm_head(hidden), ids, weights))

@@ -58,18 +58,20 @@ class MLA(nnx.Module):
         self.w_uk, self.w_uv = nnx.Param(w_uk, out_sharding=halves), nnx.Param(w_uv, out_sharding=halves)
 
     def join(self) -> None:
-        """Put q_a_proj and kv_a_proj_with_mqa, which read the same rows, side by side as qkv_a_proj: one product instead of two.
+        """Put q_a_proj, or q_proj, and kv_a_proj_with_mqa, which read the same rows, side by side as qkv_a_proj: one product, not two.
 
-        They stay apart where there is no q_a_proj, and where a block of scales would reach over both.
+        They stay apart where q_proj is cut over the mesh, which kv_a is not, and where a block of scales would reach over both.
         """
-        rank = self.config.q_lora_rank
-        if rank is None or (self.kv_a_proj_with_mqa.quantized and rank % BLOCK):
+        name = "q_proj" if self.config.q_lora_rank is None else "q_a_proj"
+        q, joined = getattr(self, name), self.kv_a_proj_with_mqa
+        cut = name == "q_proj" and self.sharding.size("heads") > 1
+        if cut or q.scale_fmt != joined.scale_fmt or (q.quantized and q.weight.shape[0] % BLOCK):
             return
-        q_a, joined = self.q_a_proj, self.kv_a_proj_with_mqa
-        del self.q_a_proj, self.kv_a_proj_with_mqa
-        for name in ("weight", "weight_scale_inv")[: len(q_a.arrays())]:
-            both = jnp.concatenate([getattr(q_a, name)[...], getattr(joined, name)[...]])
-            setattr(joined, name, nnx.Param(both, out_sharding=joined.spec))
+        delattr(self, name)
+        del self.kv_a_proj_with_mqa
+        for part in ("weight", "weight_scale_inv")[: len(q.arrays())]:
+            both = jnp.concatenate([jax.sharding.reshard(getattr(linear, part)[...], joined.spec) for linear in (q, joined)])
+            setattr(joined, part, nnx.Param(both, out_sharding=joined.spec))
         self.qkv_a_proj = joined
 
     @jax.named_scope("attention_projections")
@@ -82,39 +84,43 @@ class MLA(nnx.Module):
         slots: jax.Array,
         cache: LayerCache,
         context: int | None = None,
+        rows: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """x (B, T, D); cos, sin (B, T, P/2); positions (B, T) to attend up to; slots (B, T) to write to. Returns y (B, T, D), the cache.
 
-        context: no row uses more slots than this once x is written, so that the others are not read; None for all.
+        context: no row uses more slots than this once x is written, so that the others are not read; None for all. rows (B,) int32: the
+        rows of the cache, on each device counted from its first; None for all.
         """
         c, sh = self.config, self.sharding
         q, latent = self._projections(x)  # (B, T, H*(N+P)), (B, T, R+P)
         c_kv, k_pe = self.kv_a_layernorm(latent[..., : c.kv_lora_rank]), latent[..., c.kv_lora_rank :]
 
         by_head, by_row = sh.spec("batch", None, "heads"), sh.spec("batch", None, None)
-        rows = (q, c_kv, k_pe, cos, sin, positions, slots)
-        row_specs = (by_head, by_row, by_row, by_row, by_row, sh.spec("batch", None), sh.spec("batch", None))
+        tokens = (q, c_kv, k_pe, cos, sin, positions, slots, rows)
+        token_specs = (by_head, by_row, by_row, by_row, by_row, sh.spec("batch", None), sh.spec("batch", None), sh.spec("batch"))
         if self.options.attn_impl == "absorb":
             core, extra, extra_spec = self._absorb, (self.w_uk[...], self.w_uv[...]), sh.spec("heads", None, None)
         else:
             core, extra, extra_spec = self._naive, (self.kv_b_proj(c_kv),), by_head
         cache_spec = (sh.spec(*layer_axes(self.options)),) * len(cache)
         core = functools.partial(core, context=context)
-        region = on_shards(sh, core, (*row_specs, (extra_spec,) * len(extra), cache_spec), (by_head, cache_spec))
-        o, cache = region(*rows, extra, cache)
+        region = on_shards(sh, core, (*token_specs, (extra_spec,) * len(extra), cache_spec), (by_head, cache_spec))
+        o, cache = region(*tokens, extra, cache)
         return self.o_proj(o), cache
 
     def _projections(self, x):
-        if self.config.q_lora_rank is None:
-            return self.q_proj(x), self.kv_a_proj_with_mqa(x)
+        low_rank = self.config.q_lora_rank is not None
         if hasattr(self, "qkv_a_proj"):
-            q_a, latent = jnp.split(self.qkv_a_proj(x), [self.config.q_lora_rank], axis=-1)
+            both = self.qkv_a_proj(x)
+            q, latent = jnp.split(both, [both.shape[-1] - self.config.kv_lora_rank - self.config.qk_rope_head_dim], axis=-1)
         else:
-            q_a, latent = self.q_a_proj(x), self.kv_a_proj_with_mqa(x)
-        return self.q_b_proj(self.q_a_layernorm(q_a)), latent
+            q, latent = (self.q_a_proj if low_rank else self.q_proj)(x), self.kv_a_proj_with_mqa(x)
+        if low_rank:
+            return self.q_b_proj(self.q_a_layernorm(q)), latent
+        return jax.sharding.reshard(q, self.sharding.spec("batch", None, "heads")), latent
 
     @jax.named_scope("attention")
-    def _absorb(self, q, c_kv, k_pe, cos, sin, positions, slots, w_u, cache, *, context):
+    def _absorb(self, q, c_kv, k_pe, cos, sin, positions, slots, rows, w_u, cache, *, context):
         """Attention on local heads with the latent in the cache; w_u holds w_uk (H, R, N) and w_uv (H, V, R).
 
         One token a row attends in the latent space, as multi-query attention. For many, keys and values per head take 3.4 times fewer
@@ -123,8 +129,8 @@ class MLA(nnx.Module):
         c, (w_uk, w_uv), (latent,) = self.config, w_u, cache
         q_nope, q_pe = self._split_heads(q, cos, sin)
         entry = jnp.concatenate([c_kv, rope.apply_rope(k_pe, cos, sin)], axis=-1)
-        latent = write(latent, entry[:, :, None], slots)  # (B, S, 1, R+P)
-        seen = latent[:, :context]
+        latent = write(latent, entry[:, :, None], slots, rows)  # (all rows, S, 1, R+P)
+        seen = _seen(latent, rows, context)
         if q.shape[1] > 1 and self._prefill_has_kernel():
             c_kv, k_pe = seen[:, :, 0, : c.kv_lora_rank], seen[:, :, 0, c.kv_lora_rank :]
             k_nope, v = jnp.einsum("bsr,hrn->bshn", c_kv, w_uk), jnp.einsum("bsr,hvr->bshv", c_kv, w_uv)
@@ -144,16 +150,16 @@ class MLA(nnx.Module):
         return o.reshape(*o.shape[:2], -1), (latent,)
 
     @jax.named_scope("attention")
-    def _naive(self, q, c_kv, k_pe, cos, sin, positions, slots, kv, cache, *, context):
+    def _naive(self, q, c_kv, k_pe, cos, sin, positions, slots, rows, kv, cache, *, context):
         """Attention on local heads with a key and a value per head in the cache, expanded from the latent by kv_b_proj."""
         c, (kv,), (keys, values) = self.config, kv, cache
         q_nope, q_pe = self._split_heads(q, cos, sin)
         kv = kv.reshape(*kv.shape[:2], -1, c.qk_nope_head_dim + c.v_head_dim)
         k_nope, v = kv[..., : c.qk_nope_head_dim], kv[..., c.qk_nope_head_dim :]
         k_pe = jnp.broadcast_to(rope.apply_rope(k_pe, cos, sin)[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
-        keys = write(keys, jnp.concatenate([k_nope, k_pe], axis=-1), slots)  # (B, S, H, N+P)
-        values = write(values, v, slots)
-        k, v = keys[:, :context], values[:, :context]
+        keys = write(keys, jnp.concatenate([k_nope, k_pe], axis=-1), slots, rows)  # (all rows, S, H, N+P)
+        values = write(values, v, slots, rows)
+        k, v = _seen(keys, rows, context), _seen(values, rows, context)
         if q.shape[1] > 1 and self._prefill_has_kernel():
             k_nope, k_pe = k[..., : c.qk_nope_head_dim], k[:, :, 0, c.qk_nope_head_dim :]
             o = self._prefill(q_nope, q_pe, k_nope, k_pe, v, positions, slots)
@@ -181,3 +187,8 @@ class MLA(nnx.Module):
         if o.implementation == "triton" or dispatch.resolve("mla_prefill", o.implementation) == "xla":
             return o.implementation == "triton"
         return mla_prefill.unsupported(c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, o.dtype) is None
+
+
+def _seen(slots: jax.Array, rows: jax.Array | None, context: int | None) -> jax.Array:
+    """What these rows attend to: their first `context` slots."""
+    return slots[:, :context] if rows is None else slots[:, :context][rows]

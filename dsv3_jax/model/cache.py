@@ -1,6 +1,6 @@
 """The key-value cache: passed into the forward pass, returned from it, and donated so that it is written in place.
 
-B rows, S slots per row, H heads, R kv_lora_rank.
+B rows, G of them in one call, S slots per row, H heads, R kv_lora_rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,22 @@ def init_cache(config: ModelConfig, options: Options, sharding: Sharding, batch:
     return KVCache(tuple(layer() for _ in range(config.num_hidden_layers)), lengths)
 
 
-def write(slots: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """Put new (B, T, ...) into slots (B, S, ...) at positions (B, T); a position of S or more is dropped, not clamped."""
-    rows = jnp.arange(slots.shape[0])[:, None]
-    return slots.at[rows, positions].set(new.astype(slots.dtype), mode="drop")
+def write(slots: jax.Array, new: jax.Array, positions: jax.Array, rows: jax.Array | None = None) -> jax.Array:
+    """Put new (G, T, ...) into `rows` (G,) of slots (B, S, ...), None for all, at positions (G, T); S or more is dropped, not clamped."""
+    rows = jnp.arange(slots.shape[0]) if rows is None else rows
+    return slots.at[rows[:, None], positions].set(new.astype(slots.dtype), mode="drop")
+
+
+def take_rows(a: jax.Array, rows: jax.Array | None) -> jax.Array:
+    """Rows (G,) of a (B, ...), each counted from the first on its own device, where G and B lie over the mesh alike; None for all."""
+    return a if rows is None else _by_device(lambda a, rows: a[rows], a, rows)
+
+
+def put_rows(a: jax.Array, rows: jax.Array | None, new: jax.Array) -> jax.Array:
+    """a (B, ...) with new (G, ...) in place of `rows`, as take_rows counts them; a row must not be named twice."""
+    return new if rows is None else _by_device(lambda a, rows, new: a.at[rows].set(new), a, rows, new)
+
+
+def _by_device(f, a: jax.Array, *arguments: jax.Array) -> jax.Array:
+    specs = tuple(jax.typeof(x).sharding.spec for x in (a, *arguments))
+    return jax.shard_map(f, in_specs=specs, out_specs=specs[0])(a, *arguments)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv3_jax.config import ModelConfig
+from dsv3_jax.config import BLOCK, ModelConfig
 from dsv3_jax.kernels import route as route_op
 from dsv3_jax.kernels.grouped_gemm import grouped_gemm
 from dsv3_jax.kernels.moe_sort import sort_by_expert
@@ -58,6 +58,25 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(config.moe_intermediate_size * config.n_shared_experts, *common) if config.n_shared_experts else None
         self.config, self.options, self.sharding = common
 
+    def join(self) -> None:
+        """Make each shared expert one more expert, which every token is sent to: two products with all of them, not four.
+
+        They stay apart where experts are cut over the mesh, shared ones being cut by width, and where blocks of scales do not allow it.
+        """
+        shared, c = self.shared_experts, self.config
+        if shared is None or self.sharding.size("experts") * self.sharding.size("ffn") > 1:
+            return
+        up, down = self.experts.gate_up_proj, self.experts.down_proj
+        n, f = c.n_shared_experts, c.moe_intermediate_size
+        if shared.gate_up_proj.scale_fmt != up.scale_fmt or (up.quantized and n > 1 and f % BLOCK):
+            return
+        for mine, theirs, dim in ((up, shared.gate_up_proj, 1), (down, shared.down_proj, 1)):
+            for part in ("weight", "weight_scale_inv")[: len(mine.arrays())]:
+                routed, extra = getattr(mine, part)[...], getattr(theirs, part)[...]
+                extra = jnp.moveaxis(extra.reshape(*extra.shape[:dim], n, -1, *extra.shape[dim + 1 :]), dim, 0)
+                setattr(mine, part, nnx.Param(jnp.concatenate([routed, jax.sharding.reshard(extra, mine.spec)]), out_sharding=mine.spec))
+        self.shared_experts = None
+
     def __call__(self, x: jax.Array, valid: jax.Array) -> tuple[jax.Array, Routing]:
         """x (B, T, D); valid (B, T) bool: padding is routed nowhere. Returns (B, T, D) of x's dtype, summed in float32, and the routing."""
         linears = [self.experts.gate_up_proj, self.experts.down_proj]
@@ -104,20 +123,26 @@ class MoE(nnx.Module):
     def _routed(self, tokens, gate_up: Arrays, down: Arrays) -> jax.Array:
         """The weighted sum of this device's experts: rows sorted by expert, two grouped GEMMs, rows put back. (M, D) float32."""
         rows, valid, topk_ids, topk_weights = tokens
-        (m, k), dtype = topk_ids.shape, self.options.dtype
+        experts, dtype = self.config.n_routed_experts, self.options.dtype
+        m, k = topk_ids.shape
+        mean_rows = max(1, m * k // experts)
         here = gate_up[0].shape[0]
+        if joined := max(0, here - experts):  # the shared experts, behind the others
+            everyone = jnp.broadcast_to(jnp.arange(experts, here, dtype=topk_ids.dtype), (m, joined))
+            topk_ids = jnp.concatenate([topk_ids, everyone], axis=1)
+            topk_weights = jnp.concatenate([topk_weights, jnp.ones((m, joined), topk_weights.dtype)], axis=1)
+            k += joined
         first = jax.lax.axis_index(self.sharding.expert_axes) * here
         order, inverse, group_sizes = sort_by_expert(topk_ids, valid, first, here, implementation=self.options.implementation)
-        h = self._grouped(tuple(a[order // k] for a in rows), gate_up, group_sizes, m * k, dtype).reshape(m * k, 2, -1)
+        h = self._grouped(tuple(a[order // k] for a in rows), gate_up, group_sizes, mean_rows, dtype).reshape(m * k, 2, -1)
         h = swiglu_operand(h, down, self.options, self.experts.down_proj.scale_fmt)
-        y = self._grouped(h, down, group_sizes, m * k, dtype)
+        y = self._grouped(h, down, group_sizes, mean_rows, dtype)
         # Gathering each token's K rows, where a scatter-add would sum them in no fixed order. Rows of no expert here hold anything.
         mine = (topk_ids >= first) & (topk_ids < first + here) & valid[:, None]
         y = jnp.where(mine[..., None], y[inverse].reshape(m, k, -1), 0).astype(jnp.float32)
         return jnp.sum(topk_weights[..., None] * y, axis=1)
 
-    def _grouped(self, x: Arrays, weight: Arrays, group_sizes: jax.Array, pairs: int, out_dtype) -> jax.Array:
-        """pairs: of all devices' experts, from which the rows of one are guessed."""
+    def _grouped(self, x: Arrays, weight: Arrays, group_sizes: jax.Array, mean_rows: int, out_dtype) -> jax.Array:
         w, *w_scale = (a[:, None] if a.ndim == 3 else a for a in weight)  # (G, P, N, K)
         return grouped_gemm(
             x[0],
@@ -127,6 +152,6 @@ class MoE(nnx.Module):
             w_scale=w_scale[0] if w_scale else None,
             out_dtype=out_dtype,
             zero_rest=False,
-            mean_rows=max(1, pairs // self.config.n_routed_experts),
+            mean_rows=mean_rows,
             implementation=self.options.implementation,
         )

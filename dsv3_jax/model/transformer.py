@@ -11,7 +11,7 @@ from flax import nnx
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.model.attention import MLA
-from dsv3_jax.model.cache import KVCache, LayerCache
+from dsv3_jax.model.cache import KVCache, LayerCache, put_rows, take_rows
 from dsv3_jax.model.layers import MLP, Embedding, LMHead, RMSNorm, param
 from dsv3_jax.model.moe import MoE, Routing
 from dsv3_jax.model.options import Options
@@ -29,9 +29,9 @@ class Block(nnx.Module):
         self.mlp = MoE(*common) if config.is_moe_layer(layer) else MLP(config.intermediate_size, *common)
 
     def __call__(
-        self, x, cos, sin, positions, slots, valid, cache: LayerCache, context: int | None
+        self, x, cos, sin, positions, slots, valid, cache: LayerCache, context: int | None, rows: jax.Array | None
     ) -> tuple[jax.Array, LayerCache, Routing | None]:
-        h, cache = self.self_attn(self.input_layernorm(x), cos, sin, positions, slots, cache, context)
+        h, cache = self.self_attn(self.input_layernorm(x), cos, sin, positions, slots, cache, context, rows)
         x = x + h
         h = self.post_attention_layernorm(x)
         h, routing = self.mlp(h, valid) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
@@ -67,23 +67,25 @@ class Transformer(nnx.Module):
         self.config = config
 
     def __call__(
-        self, tokens: jax.Array, new: jax.Array, cache: KVCache, context: int | None = None
+        self, tokens: jax.Array, new: jax.Array, cache: KVCache, context: int | None = None, rows: jax.Array | None = None
     ) -> tuple[jax.Array, KVCache, list[Routing]]:
         """Append the first new[b] of tokens[b] to each row b.
 
         tokens (B, T) int32, new (B,) int32; context: no row uses more slots than this afterwards, None for as many as there are, which
-        bounds the work and changes no result. Returns the hidden state after the last norm (B, T, D), the cache, and where each MoE
-        layer routed the tokens; past new[b] a row's hidden state and routing mean nothing.
+        bounds the work and changes no result; rows (B,) int32: which of the cache's rows these are, as take_rows counts them, None for
+        all. Returns the hidden state after the last norm (B, T, D), the cache, and where each MoE layer routed the tokens; past new[b] a
+        row's hidden state and routing mean nothing.
         """
         steps = jnp.arange(tokens.shape[1])
-        positions = cache.lengths[:, None] + steps  # (B, T)
+        lengths = take_rows(cache.lengths, rows)
+        positions = lengths[:, None] + steps  # (B, T)
         valid = steps < new[:, None]
         slots = jnp.where(valid, positions, jnp.iinfo(jnp.int32).max)  # padding is written nowhere
         cos, sin = self.rope(positions)
         x = self.embed_tokens(tokens)
         layers, routings = [], []
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            x, layer, routing = block(x, cos, sin, positions, slots, valid, layer, context)
+            x, layer, routing = block(x, cos, sin, positions, slots, valid, layer, context, rows)
             layers.append(layer)
             routings += [] if routing is None else [routing]
-        return self.norm(x), KVCache(tuple(layers), cache.lengths + new), routings
+        return self.norm(x), KVCache(tuple(layers), put_rows(cache.lengths, rows, lengths + new)), routings

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
+import logging
 import re
 
 import jax_triton
 from jax_triton import triton_lib
+from triton import knobs
 from triton.backends.nvidia import compiler as cuda
+from triton.runtime import cache
 
 from dsv3_jax.kernels import dispatch
+
+_log = logging.getLogger("dsv3_jax")
 
 
 def call(kernel, *args, out_type, grid, num_warps: int = 4, num_stages: int = 3, num_ctas: int = 1, registers: int | None = None, **meta):
@@ -71,6 +78,30 @@ def _mend_jax_triton() -> None:
     def compile_inplace(module, backend, options, target):
         # Plain Triton has no layouts yet at this point, and its module no number of warps.
         gluon = any(line.startswith("module attributes") and "ttg.num-warps" in line for line in str(module).splitlines())
-        return plain(module, _GluonBackend(target) if gluon else backend, options, target)
+        return _kept(lambda: plain(module, _GluonBackend(target) if gluon else backend, options, target), module, options, target)
 
     triton_lib.compile_ttir_inplace = compile_inplace
+
+
+def _kept(compile_it, module, options, target) -> triton_lib.CompilationResult:
+    """compile_it(), or what it returned for the same kernel in an earlier process: a second or two for each, which jax-triton pays anew.
+
+    In Triton's own cache folder (TRITON_CACHE_DIR, or ~/.triton/cache).
+    """
+    key = "\n".join((str(module), options.hash(), str(target), cache.triton_key(), jax_triton.__version__, _KEPT))
+    try:
+        folder = cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    except OSError as e:
+        _log.warning("compiled kernels are not kept for the next start: %s; TRITON_CACHE_DIR names another folder", e)
+        return compile_it()
+    name = "jax_triton.json"
+    if not knobs.compilation.always_compile and (found := folder.get_file(name)) is not None:
+        with open(found, encoding="utf-8") as f:
+            return triton_lib.CompilationResult(**json.load(f), ttgir="", llir="")
+    result = compile_it()
+    folder.put(json.dumps({field: getattr(result, field) for field in _KEPT.split()}), name, binary=False)
+    return result
+
+
+# Of a jax_triton.CompilationResult, what a launch needs; ttgir and llir are for its own dumps.
+_KEPT = "binary name shared_mem_bytes global_scratch_size global_scratch_align tensordesc_meta"

@@ -107,8 +107,15 @@ def test_q_a_and_kv_a_side_by_side(kind, mesh):
     tolerances.within_one_rounding(q, low @ q_b.T, 18)
 
 
-def test_a_model_without_a_low_rank_query_has_nothing_to_join():
-    sharding, layer = attention(dataclasses.replace(SMALL, q_lora_rank=None), Options(dtype="float32"))
+@pytest.mark.parametrize("mesh", ["model=1", "data=2,model=2"])
+def test_a_query_without_low_rank_joins_where_one_device_has_all_heads(mesh):
+    sharding, layer = attention(dataclasses.replace(SMALL, q_lora_rank=None), Options(dtype="float32"), mesh)
+    q_proj, kv_a = (np.asarray(w.weight[...], np.float64) for w in (layer.q_proj, layer.kv_a_proj_with_mqa))
+    x = np.random.default_rng(2).normal(size=(2, 3, q_proj.shape[1])).astype(np.float32)
     with jax.set_mesh(sharding.mesh):
         layer.join()
-    assert hasattr(layer, "q_proj") and hasattr(layer, "kv_a_proj_with_mqa") and not hasattr(layer, "qkv_a_proj")
+        assert hasattr(layer, "qkv_a_proj") == (mesh == "model=1") != hasattr(layer, "q_proj")
+        put = jax.device_put(x, sharding.named("batch", None, None))
+        q, latent = jax.jit(lambda layer, x: layer._projections(x))(layer, put)
+    tolerances.within_one_rounding(latent, x @ kv_a.T, 20)
+    tolerances.within_one_rounding(q, x @ q_proj.T, 20)

@@ -169,6 +169,40 @@ def test_rows_of_no_expert_may_hold_anything(mesh, expert_axes, monkeypatch):
     assert asked == [(False, 8 * 9 * 4 // 16)] * 2  # every token's four experts, spread over sixteen
 
 
+def dequantised64(w, name):
+    scale = w.get(f"{name}_scale_inv")
+    return w[name] if scale is None else w[name] * scale.repeat(128, -2).repeat(128, -1)[..., : w[name].shape[-2], : w[name].shape[-1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "joins"),
+    [
+        ("plain", "model=1", True),
+        ("plain", "data=2,model=1", True),
+        ("plain", "model=2", False),
+        ("fp8", "model=1", True),
+        ("fp8 with ragged blocks", "model=1", False),
+    ],
+)
+def test_shared_experts_join_the_others(kind, mesh, joins):
+    """Two of them; in FP8 each takes its blocks of scales along, unless a block belongs to both."""
+    width = {"plain": 16, "fp8": 256, "fp8 with ragged blocks": 192}[kind]
+    changes = {} if kind == "plain" else {"quantization_config": V3.quantization_config, "hidden_size": 256}
+    config = variant(SMALL, n_shared_experts=2, moe_intermediate_size=width, **changes)
+    sharding, layer, w = moe_layer(config, Options(dtype="float32"), mesh, 0)
+    set_gate(sharding, layer, bias=np.zeros(16))
+    x = np.random.default_rng(1).normal(size=(4, 5, config.hidden_size)).astype(np.float32)
+    valid = np.arange(5) < np.array([5, 1, 0, 3])[:, None]
+    with jax.set_mesh(sharding.mesh):
+        layer.join()
+    assert (layer.shared_experts is None) == joins and layer.experts.down_proj.weight.shape[0] == 16 + 2 * joins
+    y, ids, weights = run(sharding, layer, x, valid)
+    assert ids.shape == (4, 5, 4) and ids.max() < 16  # where tokens are routed, as before
+    plain = {name: dequantised64(w, name) for name in w if name.endswith("weight")}
+    want = moe64(x[valid].astype(np.float64), plain, ids[valid], weights[valid])
+    np.testing.assert_allclose(y[valid], want, atol=2e-5 * max(1, np.abs(want).max()))
+
+
 @pytest.mark.parametrize("parity", [False, True])
 def test_activations_are_quantised_once_for_routed_and_shared_experts(parity, monkeypatch):
     """Except where the reference gives the two different scales."""
