@@ -20,6 +20,7 @@ def grouped_gemm(
     *,
     x_scale: jax.Array | None = None,
     w_scale: jax.Array | None = None,
+    more: tuple[jax.Array, ...] = (),
     out_dtype=jnp.float32,
     zero_rest: bool = True,
     mean_rows: int | None = None,
@@ -31,6 +32,8 @@ def grouped_gemm(
     x (M, K): rows sorted by group, the first sum(group_sizes) of them in use; w (G, P, N, K); group_sizes (G,) int32, known on the
     device only. FP8 weights come with w_scale (G, P, ceil(N/128), ceil(K/128)); with x_scale (M, ceil(K/128)) as well x holds FP8
     codes and the product is the block-scaled FP8 one, without it w is dequantised to x's dtype. Accumulates in float32.
+    more: weights of further groups, behind the others: (E, P, N, K), with (E, P, ceil(N/128), ceil(K/128)) where w has scales; group_sizes
+    is then (G + E,). They stay where they are: to put both into one array, memory would have to hold each twice.
     mean_rows is a guess of the rows in a group for choosing tiles, M / G without it; config overrides what is chosen.
     Returns (M, P * N) of out_dtype; rows in no group are zero, or anything (NaN as well) without zero_rest.
     """
@@ -42,7 +45,8 @@ def grouped_gemm(
     if dispatch.choose("grouped_gemm", implementation if can_run and x.size else "xla") == "triton":
         from dsv3_jax.kernels.triton_impl import grouped_gemm as kernel
 
-        return kernel.grouped_gemm(x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest=zero_rest, mean_rows=mean_rows, config=config)
+        chosen = {"zero_rest": zero_rest, "mean_rows": mean_rows, "config": config}
+        return kernel.grouped_gemm(x, w, group_sizes, x_scale, w_scale, out_dtype, more=more, **chosen)
     m, groups = x.shape[0], w.shape[0]
     tile = min(128, max(8, 1 << (m // groups).bit_length()))  # rows at a time, near the mean group
     tiles = -(-group_sizes // tile)
@@ -55,8 +59,7 @@ def grouped_gemm(
         g = jnp.searchsorted(tile_ends, i, side="right")
         row = ends[g] - group_sizes[g] + (i - (tile_ends[g] - tiles[g])) * tile
         rows = jax.lax.dynamic_slice_in_dim(x, row, tile, 0)
-        weight = jax.lax.dynamic_index_in_dim(w, g, 0, keepdims=False)
-        scale = None if w_scale is None else jax.lax.dynamic_index_in_dim(w_scale, g, 0, keepdims=False)
+        weight, scale = (None if a is None else _pick(g, a, *more[i : i + 1]) for i, a in enumerate((w, w_scale)))
         if x_scale is not None:
             assert scale is not None, "FP8 rows need FP8 weights"
             y = fp8_gemm(rows, jax.lax.dynamic_slice_in_dim(x_scale, row, tile, 0), weight, scale, jnp.float32, implementation="xla")
@@ -69,6 +72,12 @@ def grouped_gemm(
     out = jnp.zeros((m + tile, w.shape[1] * w.shape[2]), out_dtype)
     out = jax.lax.fori_loop(0, tile_ends[-1], one_tile, out)[:m]
     return jnp.where(jnp.arange(m)[:, None] < ends[-1], out, 0)
+
+
+def _pick(g: jax.Array, a: jax.Array, more: jax.Array | None = None) -> jax.Array:
+    """Element g of a and `more`, one behind the other."""
+    at = lambda a, i: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False)  # noqa: E731
+    return at(a, g) if more is None else jax.lax.cond(g < len(a), lambda: at(a, g), lambda: at(more, g - len(a)))
 
 
 def _supports(x: jax.Array, w: jax.Array, w_scale: jax.Array | None) -> bool:

@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import pytest  # noqa: E402
 
-collect_ignore = ["kernels/test_on_card.py"] if _platform == "cpu" else []
+collect_ignore = ["kernels/test_on_card.py", "generation/test_on_card.py"] if _platform == "cpu" else []
 
 
 @pytest.fixture(scope="session")

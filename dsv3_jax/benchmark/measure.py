@@ -181,23 +181,19 @@ def step_bytes(run: Run, cache: KVCache, hit: float | None) -> int:
     for path, a in leaves(run.engine.params):
         if path[0] in ("embed_tokens", "rope"):
             continue  # a row a token
-        total += bytes_here(a) * (_part_used(a, hit or 0, run.engine) if "experts" in path else 1)
+        total += bytes_here(a) * (hit or 0) / run.engine.config.n_routed_experts if "experts" in path else bytes_here(a)
     slots = cache.layers[0][0].shape[1]
     used = (run.context + WARM_UP + (run.steps + 1) / 2) / slots * run.batch / len(cache.lengths)
     return round(total + used * sum(bytes_here(a) for layer in cache.layers for a in layer))
 
 
-def _part_used(experts: jax.Array, routed: float, engine: Engine) -> float:
-    """The part of an array of all experts that `routed` of them and the shared ones, where they have joined these, make up."""
-    return (routed + len(experts) - engine.config.n_routed_experts) / len(experts)
-
-
 def prefill_flops(engine: Engine, tokens: int) -> float:
     """Operations of the products with weights, per device: twice each weight and token, of experts those that a token is routed to."""
+    share = engine.config.num_experts_per_tok / engine.config.n_routed_experts
     weights = 0.0
     for path, a in leaves(engine.params):
         if path[0] not in ("embed_tokens", "rope", "lm_head") and path[-1] != "weight_scale_inv" and a.ndim > 1:
-            weights += a.size * (_part_used(a, engine.config.num_experts_per_tok, engine) if "experts" in path else 1)
+            weights += a.size * (share if "experts" in path else 1)
     return 2 * weights * tokens / engine.sharding.mesh.size
 
 
@@ -228,7 +224,7 @@ def own_compilation_cache():
             yield
         finally:
             jax.config.update("jax_compilation_cache_dir", before)
-            os.environ.pop("TRITON_CACHE_DIR")
+            os.environ.pop("TRITON_CACHE_DIR", None)
             os.environ.update({} if triton_before is None else {"TRITON_CACHE_DIR": triton_before})
             compilation_cache.reset_cache()
 

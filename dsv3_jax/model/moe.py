@@ -56,6 +56,7 @@ class MoE(nnx.Module):
         common = (config, options, sharding)
         self.gate, self.experts = Gate(*common), Experts(*common)
         self.shared_experts = MLP(config.moe_intermediate_size * config.n_shared_experts, *common) if config.n_shared_experts else None
+        self.joined = 0  # shared experts among the others
         self.config, self.options, self.sharding = common
 
     def join(self) -> None:
@@ -63,19 +64,20 @@ class MoE(nnx.Module):
 
         They stay apart where experts are cut over the mesh, shared ones being cut by width, and where blocks of scales do not allow it.
         """
-        shared, c = self.shared_experts, self.config
+        shared, n = self.shared_experts, self.config.n_shared_experts
         if shared is None or self.sharding.size("experts") * self.sharding.size("ffn") > 1:
             return
-        up, down = self.experts.gate_up_proj, self.experts.down_proj
-        n, f = c.n_shared_experts, c.moe_intermediate_size
-        if shared.gate_up_proj.scale_fmt != up.scale_fmt or (up.quantized and n > 1 and f % BLOCK):
+        linears = shared.gate_up_proj, shared.down_proj  # (2, n F, D) and (D, n F)
+        ragged = shared.gate_up_proj.quantized and n > 1 and self.config.moe_intermediate_size % BLOCK
+        if ragged or shared.gate_up_proj.scale_fmt != self.experts.gate_up_proj.scale_fmt:
             return
-        for mine, theirs, dim in ((up, shared.gate_up_proj, 1), (down, shared.down_proj, 1)):
-            for part in ("weight", "weight_scale_inv")[: len(mine.arrays())]:
-                routed, extra = getattr(mine, part)[...], getattr(theirs, part)[...]
-                extra = jnp.moveaxis(extra.reshape(*extra.shape[:dim], n, -1, *extra.shape[dim + 1 :]), dim, 0)
-                setattr(mine, part, nnx.Param(jnp.concatenate([routed, jax.sharding.reshard(extra, mine.spec)]), out_sharding=mine.spec))
-        self.shared_experts = None
+        for linear in linears:
+            for part in ("weight", "weight_scale_inv")[: len(linear.arrays())]:
+                a = jax.sharding.reshard(getattr(linear, part)[...], self.sharding.spec(None))
+                a = jnp.moveaxis(a.reshape(a.shape[0], n, -1, *a.shape[2:]), 1, 0)  # (n, 2, F, D) and (n, D, F)
+                setattr(linear, part, nnx.Param(a, out_sharding=self.sharding.spec(*(None,) * a.ndim)))
+            linear.axes = (None,) * linear.weight.ndim
+        self.joined = n
 
     def __call__(self, x: jax.Array, valid: jax.Array) -> tuple[jax.Array, Routing]:
         """x (B, T, D); valid (B, T) bool: padding is routed nowhere. Returns (B, T, D) of x's dtype, summed in float32, and the routing."""
@@ -99,7 +101,7 @@ class MoE(nnx.Module):
         fmt = self.experts.gate_up_proj.scale_fmt
         rows = operand(x, weights[0], self.options, fmt)
         y = jnp.zeros(x.shape, jnp.float32)
-        if (shared := self.shared_experts) is not None:
+        if (shared := self.shared_experts) is not None and not self.joined:
             own_fmt = shared.gate_up_proj.scale_fmt
             own = rows if own_fmt == fmt else operand(x, weights[2], self.options, own_fmt)  # quantised once for both, where they agree
             with jax.named_scope("shared_experts"):
@@ -107,7 +109,7 @@ class MoE(nnx.Module):
         everyone = (rows, valid, topk_ids, topk_weights)
         if "data" in axes:  # the experts of this device serve the tokens of every data row
             everyone = jax.lax.all_gather(everyone, "data", axis=0, tiled=True)
-        routed = self._routed(everyone, *weights[:2])
+        routed = self._routed(everyone, *weights[:2], *(weights[2:] if self.joined else ((), ())))
         if "data" in axes:
             routed = jax.lax.psum_scatter(routed, "data", scatter_dimension=0, tiled=True)
         y = jax.lax.psum(y + routed, "model").astype(x.dtype)
@@ -120,36 +122,40 @@ class MoE(nnx.Module):
         logits = logits.astype(self.options.gate_dtype).astype(jnp.float32)
         return route(logits, gate[1] if len(gate) > 1 else None, self.config, self.options.implementation)
 
-    def _routed(self, tokens, gate_up: Arrays, down: Arrays) -> jax.Array:
-        """The weighted sum of this device's experts: rows sorted by expert, two grouped GEMMs, rows put back. (M, D) float32."""
+    def _routed(self, tokens, gate_up: Arrays, down: Arrays, more_gate_up: Arrays, more_down: Arrays) -> jax.Array:
+        """The weighted sum of this device's experts: rows sorted by expert, two grouped GEMMs, rows put back. (M, D) float32.
+
+        more_*: of the shared experts where they have joined the others, behind which they are counted.
+        """
         rows, valid, topk_ids, topk_weights = tokens
         experts, dtype = self.config.n_routed_experts, self.options.dtype
         m, k = topk_ids.shape
         mean_rows = max(1, m * k // experts)
-        here = gate_up[0].shape[0]
-        if joined := max(0, here - experts):  # the shared experts, behind the others
-            everyone = jnp.broadcast_to(jnp.arange(experts, here, dtype=topk_ids.dtype), (m, joined))
-            topk_ids = jnp.concatenate([topk_ids, everyone], axis=1)
-            topk_weights = jnp.concatenate([topk_weights, jnp.ones((m, joined), topk_weights.dtype)], axis=1)
-            k += joined
+        here = gate_up[0].shape[0] + self.joined
+        if n := self.joined:
+            shared = jnp.broadcast_to(jnp.arange(experts, here, dtype=topk_ids.dtype), (m, n))
+            topk_ids = jnp.concatenate([topk_ids, shared], axis=1)
+            topk_weights = jnp.concatenate([topk_weights, jnp.ones((m, n), topk_weights.dtype)], axis=1)
+            k += n
         first = jax.lax.axis_index(self.sharding.expert_axes) * here
         order, inverse, group_sizes = sort_by_expert(topk_ids, valid, first, here, implementation=self.options.implementation)
-        h = self._grouped(tuple(a[order // k] for a in rows), gate_up, group_sizes, mean_rows, dtype).reshape(m * k, 2, -1)
+        h = self._grouped(tuple(a[order // k] for a in rows), gate_up, more_gate_up, group_sizes, mean_rows, dtype).reshape(m * k, 2, -1)
         h = swiglu_operand(h, down, self.options, self.experts.down_proj.scale_fmt)
-        y = self._grouped(h, down, group_sizes, mean_rows, dtype)
+        y = self._grouped(h, down, more_down, group_sizes, mean_rows, dtype)
         # Gathering each token's K rows, where a scatter-add would sum them in no fixed order. Rows of no expert here hold anything.
         mine = (topk_ids >= first) & (topk_ids < first + here) & valid[:, None]
         y = jnp.where(mine[..., None], y[inverse].reshape(m, k, -1), 0).astype(jnp.float32)
         return jnp.sum(topk_weights[..., None] * y, axis=1)
 
-    def _grouped(self, x: Arrays, weight: Arrays, group_sizes: jax.Array, mean_rows: int, out_dtype) -> jax.Array:
-        w, *w_scale = (a[:, None] if a.ndim == 3 else a for a in weight)  # (G, P, N, K)
+    def _grouped(self, x: Arrays, weight: Arrays, more: Arrays, group_sizes: jax.Array, mean_rows: int, out_dtype) -> jax.Array:
+        (w, *w_scale), more = (tuple(a[:, None] if a.ndim == 3 else a for a in arrays) for arrays in (weight, more))  # (G, P, N, K)
         return grouped_gemm(
             x[0],
-            w if w_scale else w.astype(self.options.dtype),
+            w,
             group_sizes,
             x_scale=x[1] if len(x) == 2 else None,
             w_scale=w_scale[0] if w_scale else None,
+            more=more,
             out_dtype=out_dtype,
             zero_rest=False,
             mean_rows=mean_rows,

@@ -12,8 +12,9 @@ from dsv3_jax.kernels.triton_impl import launch
 
 
 def grouped_gemm(
-    x, w, group_sizes, x_scale, w_scale, out_dtype, *, zero_rest: bool, mean_rows: int | None = None, config: dict | None = None
-):
+    x, w, group_sizes, x_scale, w_scale, out_dtype, *, more: tuple = (), zero_rest: bool, mean_rows: int | None = None,
+    config: dict | None = None,
+):  # fmt: skip
     """The contract of kernels/grouped_gemm.py.
 
     zero_rest: whether to write the rows in no group. mean_rows: rows of a group to expect, M / G if not given. config overrides
@@ -28,8 +29,8 @@ def grouped_gemm(
     if hopper:
         from dsv3_jax.kernels.triton_impl import grouped_hopper
 
-        return grouped_hopper.grouped_gemm(x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest, chosen)
-    return _grouped_anywhere(x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest, chosen)
+        return grouped_hopper.grouped_gemm(x, w, group_sizes, x_scale, w_scale, out_dtype, more, zero_rest, chosen)
+    return _grouped_anywhere(x, w, group_sizes, x_scale, w_scale, out_dtype, more, zero_rest, chosen)
 
 
 def choose(kind: str, rows: int, pn: int, k: int) -> dict:
@@ -75,9 +76,9 @@ def _tile_of(t, sizes, G: tl.constexpr, GP: tl.constexpr, COLS: tl.constexpr, BM
 
 @triton.jit
 def _grouped(
-    x, w, sizes, x_scale, w_scale, M, out,
-    G: tl.constexpr, GP: tl.constexpr, PN: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SCALED: tl.constexpr, DEQUANT: tl.constexpr, ZERO: tl.constexpr,
+    x, w, sizes, x_scale, w_scale, more, more_scale, M, out,
+    FIRST: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PN: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr, DEQUANT: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     COLS: tl.constexpr = (PN + BN - 1) // BN
     g, first_row, end, t = _tile_of(tl.program_id(0), sizes, G, GP, COLS, BM)
@@ -89,10 +90,11 @@ def _grouped(
     acc = tl.zeros((BM, BN), tl.float32)
     if live:
         x_at = x + rows.to(tl.int64)[:, None] * K + depth[None, :]
-        w_at = w + (g.to(tl.int64) * PN + cols)[None, :] * K + depth[:, None]
+        behind = g >= FIRST  # of `more`, behind the FIRST groups of w
+        w_at = tl.where(behind, more, w) + (tl.where(behind, g - FIRST, g).to(tl.int64) * PN + cols)[None, :] * K + depth[:, None]
         seen, there = (rows < end)[:, None], (cols < PN)[None, :]
         KS: tl.constexpr = (K + 127) // 128
-        w_s_at = w_scale + (g * ((PN + 127) // 128) + cols // 128) * KS
+        w_s_at = tl.where(behind, more_scale, w_scale) + (tl.where(behind, g - FIRST, g) * ((PN + 127) // 128) + cols // 128) * KS
         for k in range(0, K, BK):
             a = tl.load(x_at + k, mask=seen & (depth + k < K)[None, :], other=0.0)
             b = tl.load(w_at + k, mask=there & (depth + k < K)[:, None], other=0.0)
@@ -109,13 +111,15 @@ def _grouped(
         tl.store(at, acc.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (cols < PN)[None, :])
 
 
-def _grouped_anywhere(x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest: bool, config: dict):
-    (m, k), (g, p, n, _) = x.shape, w.shape
+def _grouped_anywhere(x, w, group_sizes, x_scale, w_scale, out_dtype, more: tuple, zero_rest: bool, config: dict):
+    (m, k), (first, p, n, _), g = x.shape, w.shape, len(group_sizes)
+    no_scale = group_sizes
     bm, bn = config["BM"], config["BN"]
     programs = min(m, m // bm + min(g, m) + 1) * -(-p * n // bn)
     return launch.call(
-        _grouped, x, w, group_sizes, group_sizes if x_scale is None else x_scale, group_sizes if w_scale is None else w_scale, m,
+        _grouped, x, w, group_sizes, no_scale if x_scale is None else x_scale, no_scale if w_scale is None else w_scale,
+        more[0] if more else w, no_scale if w_scale is None else more[1] if more else w_scale, m,
         out_type=jax.ShapeDtypeStruct((m, p * n), jnp.dtype(out_dtype)), grid=(programs,), num_warps=4, num_stages=3,
-        G=g, GP=triton.next_power_of_2(g), PN=p * n, K=k, BM=bm, BN=bn, BK=config["BK"], SCALED=w_scale is not None,
+        FIRST=first, G=g, GP=triton.next_power_of_2(g), PN=p * n, K=k, BM=bm, BN=bn, BK=config["BK"], SCALED=w_scale is not None,
         DEQUANT=w_scale is not None and x_scale is None, ZERO=zero_rest,
     )  # fmt: skip

@@ -28,7 +28,8 @@ NEVER = gl.constexpr(0x7FFFFFFF)
 class _Shape:
     """What the kernel is compiled for."""
 
-    G: gl.constexpr
+    FIRST: gl.constexpr  # groups of w; those behind are of `more`
+    G: gl.constexpr  # of both
     GP: gl.constexpr  # G rounded up to a power of two, 32 at least
     PN: gl.constexpr
     K: gl.constexpr
@@ -83,7 +84,7 @@ def _before(stage, c):
 
 
 @gluon.jit
-def _load(x_desc, w_desc, x_tile, w_tile, full, empty, sizes, c):
+def _load(x_desc, w_desc, more_desc, x_tile, w_tile, full, empty, sizes, c):
     tile_end, row_end = _plan(sizes, c)
     total = gl.max(tile_end, 0) * ((c.PN + c.BN - 1) // c.BN)
     stage, phase = 0, 1
@@ -92,7 +93,10 @@ def _load(x_desc, w_desc, x_tile, w_tile, full, empty, sizes, c):
         for k in range((c.K + c.BK - 1) // c.BK):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), x_desc.nbytes_per_cta + w_desc.nbytes_per_cta)
-            tma.async_load(w_desc, [g * c.PN + col, k * c.BK], full.index(stage), w_tile.index(stage))
+            if g < c.FIRST:
+                tma.async_load(w_desc, [g * c.PN + col, k * c.BK], full.index(stage), w_tile.index(stage))
+            else:
+                tma.async_load(more_desc, [(g - c.FIRST) * c.PN + col, k * c.BK], full.index(stage), w_tile.index(stage))
             tma.async_load(x_desc, [row, k * c.BK], full.index(stage), x_tile.index(stage))
             stage, phase = _advance(stage, phase, c)
 
@@ -118,7 +122,7 @@ def _store(out, value, row, end, col, c):
 
 
 @gluon.jit
-def _scales_of(x_scale, w_scale, g, row, col, part, M, LAYOUT: gl.constexpr, c):
+def _scales_of(x_scale, w_scale, more_scale, g, row, col, part, M, LAYOUT: gl.constexpr, c):
     """Where the scales of one part of a tile begin: x's per row, w's for the one block of 128 rows that the part lies in."""
     KB: gl.constexpr = (c.K + 127) // 128
     PER: gl.constexpr = (c.BN if c.SWAP else c.BM) // (c.CONSUMERS * c.PARTS)
@@ -127,7 +131,8 @@ def _scales_of(x_scale, w_scale, g, row, col, part, M, LAYOUT: gl.constexpr, c):
         rows = row + gl.arange(0, c.BM, layout=gl.SliceLayout(0, LAYOUT))
     else:
         rows = row + part * PER + gl.arange(0, PER, layout=gl.SliceLayout(1, LAYOUT))
-    return x_scale + rows * KB, rows < M, w_scale + (g * ((c.PN + 127) // 128) + col // 128) * KB
+    w_at = gl.where(g < c.FIRST, w_scale, more_scale) + (gl.where(g < c.FIRST, g, g - c.FIRST) * ((c.PN + 127) // 128) + col // 128) * KB
+    return x_scale + rows * KB, rows < M, w_at
 
 
 @gluon.jit
@@ -156,7 +161,7 @@ def _scaled(value, s, c):
 
 
 @gluon.jit
-def _multiply(x_tile, w_tile, full, empty, sizes, x_scale, w_scale, out, M, WHO: gl.constexpr, c):
+def _multiply(x_tile, w_tile, full, empty, sizes, x_scale, w_scale, more_scale, out, M, WHO: gl.constexpr, c):
     PER: gl.constexpr = (c.BN if c.SWAP else c.BM) // (c.CONSUMERS * c.PARTS)  # rows of wgmma's M
     OTHER: gl.constexpr = c.BM if c.SWAP else c.BN
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OTHER, 32 if c.SCALED and not c.DEQUANT else 16])
@@ -172,11 +177,11 @@ def _multiply(x_tile, w_tile, full, empty, sizes, x_scale, w_scale, out, M, WHO:
         g, row, end, col = _locate(t, tile_end, row_end, c)
         acc0 = gl.zeros((PER, OTHER), gl.float32, layout=LAYOUT)
         if c.SCALED:
-            x_at0, seen0, w_at0 = _scales_of(x_scale, w_scale, g, row, col, FIRST, M, LAYOUT, c)
+            x_at0, seen0, w_at0 = _scales_of(x_scale, w_scale, more_scale, g, row, col, FIRST, M, LAYOUT, c)
             next0 = _scales(x_at0, seen0, w_at0, 0, c)
             if c.PARTS == 2:
                 acc1 = gl.zeros((PER, OTHER), gl.float32, layout=LAYOUT)
-                x_at1, seen1, w_at1 = _scales_of(x_scale, w_scale, g, row, col, FIRST + 1, M, LAYOUT, c)
+                x_at1, seen1, w_at1 = _scales_of(x_scale, w_scale, more_scale, g, row, col, FIRST + 1, M, LAYOUT, c)
                 next1 = _scales(x_at1, seen1, w_at1, 0, c)
             for k in range(KB):
                 after = gl.minimum(k + 1, KB - 1)  # scales are fetched one step ahead
@@ -229,12 +234,13 @@ def _store_zeros(out, used, M, c):
 
 @gluon.jit
 def _grouped(
-    x_desc, w_desc, sizes, x_scale, w_scale, M, out,
-    G: gl.constexpr, GP: gl.constexpr, PN: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    x_desc, w_desc, more_desc, sizes, x_scale, w_scale, more_scale, M, out,
+    FIRST: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, PN: gl.constexpr, K: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, SWAP: gl.constexpr, SCALED: gl.constexpr, DEQUANT: gl.constexpr,
     CONSUMERS: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr, COALESCE: gl.constexpr,
 ):  # fmt: skip
-    c = _Shape(G, GP, PN, K, BM, BN, BK, STAGES, SWAP, SCALED, DEQUANT, CONSUMERS, PARTS, ZERO, COALESCE)
+    c = _Shape(FIRST, G, GP, PN, K, BM, BN, BK, STAGES, SWAP, SCALED, DEQUANT, CONSUMERS, PARTS, ZERO, COALESCE)
     x_tile = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, BK], x_desc.layout)
     w_tile = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -244,35 +250,37 @@ def _grouped(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_multiply, (x_tile, w_tile, full, empty, sizes, x_scale, w_scale, out, M, 0, c)),
-            (_load, (x_desc, w_desc, x_tile, w_tile, full, empty, sizes, c)),
+            (_multiply, (x_tile, w_tile, full, empty, sizes, x_scale, w_scale, more_scale, out, M, 0, c)),
+            (_load, (x_desc, w_desc, more_desc, x_tile, w_tile, full, empty, sizes, c)),
         ], [1], [64])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (x_tile, w_tile, full, empty, sizes, x_scale, w_scale, out, M, 0, c)),
-            (_multiply, (x_tile, w_tile, full, empty, sizes, x_scale, w_scale, out, M, 1, c)),
-            (_load, (x_desc, w_desc, x_tile, w_tile, full, empty, sizes, c)),
+            (_multiply, (x_tile, w_tile, full, empty, sizes, x_scale, w_scale, more_scale, out, M, 0, c)),
+            (_multiply, (x_tile, w_tile, full, empty, sizes, x_scale, w_scale, more_scale, out, M, 1, c)),
+            (_load, (x_desc, w_desc, more_desc, x_tile, w_tile, full, empty, sizes, c)),
         ], [4, 1], [232, 40])  # fmt: skip
 
 
-def grouped_gemm(x, w, group_sizes, x_scale, w_scale, out_dtype, zero_rest: bool, config: dict):
+def grouped_gemm(x, w, group_sizes, x_scale, w_scale, out_dtype, more: tuple, zero_rest: bool, config: dict):
     """The contract of kernels/grouped_gemm.py; config names BM, BN, STAGES, SWAP, CONSUMERS, PARTS and COALESCE."""
-    (m, k), (g, p, n, _) = x.shape, w.shape
+    (m, k), (first, p, n, _), g, no_scale = x.shape, w.shape, len(group_sizes), group_sizes
     bm, bn, bk = config["BM"], config["BN"], 128 // w.dtype.itemsize
     row_tiles = min(m, m // bm + min(g, m))
     programs = min(PROGRAMS, row_tiles * -(-p * n // bn))
     return launch.call(
         _grouped,
         TensorDescriptor.from_array(x, [bm, bk], layout=_rows_of_128_bytes(x)),
-        TensorDescriptor.from_array(w.reshape(g * p * n, k), [bn, bk], layout=_rows_of_128_bytes(w)),
+        *(TensorDescriptor.from_array(a.reshape(-1, k), [bn, bk], layout=_rows_of_128_bytes(a)) for a in (w, more[0] if more else w)),
         group_sizes,
-        group_sizes if x_scale is None else x_scale,
-        group_sizes if w_scale is None else w_scale,
+        no_scale if x_scale is None else x_scale,
+        no_scale if w_scale is None else w_scale,
+        no_scale if w_scale is None else more[1] if more else w_scale,
         m,
         out_type=jax.ShapeDtypeStruct((m, p * n), jnp.dtype(out_dtype)),
         grid=(programs,),
         num_warps=4,
-        G=g, GP=max(32, 1 << (g - 1).bit_length()), PN=p * n, K=k, BM=bm, BN=bn, BK=bk, STAGES=config["STAGES"], SWAP=config["SWAP"],
+        FIRST=first, G=g, GP=max(32, 1 << (g - 1).bit_length()), PN=p * n, K=k,
+        BM=bm, BN=bn, BK=bk, STAGES=config["STAGES"], SWAP=config["SWAP"],
         SCALED=w_scale is not None, DEQUANT=w_scale is not None and x_scale is None, CONSUMERS=config["CONSUMERS"],
         PARTS=config["PARTS"], ZERO=zero_rest, COALESCE=config["COALESCE"] and jnp.dtype(out_dtype).itemsize == 2,
     )  # fmt: skip

@@ -101,6 +101,10 @@ def test_grouped_gemm(m, groups, kind):
         x = x.astype(np.float32)
         x[used:] = np.nan
     got = np.asarray(jax.jit(grouped_gemm)(x, w, sizes, **arguments))
+    if groups > 2:  # in two arrays, which stay apart
+        split = {**arguments, "more": (w[2:], *([w_scale[2:]] if kind != "plain" else []))}
+        split |= {"w_scale": w_scale[:2]} if kind != "plain" else {}
+        np.testing.assert_array_equal(np.asarray(jax.jit(grouped_gemm)(x, w[:2], sizes, **split)), got)
     start = 0
     for g, size in enumerate(sizes):
         rows = slice(start, start + size)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -74,3 +76,12 @@ def test_a_folder_that_cannot_be_made_costs_only_the_next_start(compiled, monkey
     monkeypatch.setenv("TRITON_CACHE_DIR", os.path.join(tmp_path, "file", "kept"))
     export(sort)
     assert len(compiled) == 1 and "are not kept for the next start" in caplog.text
+
+
+def test_the_users_folder_is_used(tmp_path):
+    """jax-triton takes TRITON_CACHE_DIR out of the environment when it is imported."""
+    ptx.need_triton()
+    code = "import dsv3_jax.kernels.triton_impl.launch as launch; print(launch.knobs.cache.dir)"
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path)

@@ -94,11 +94,14 @@ def test_grouped_gemm(kind, sizes, out_dtype, p, n, k):
     of = np.repeat(np.arange(8), np.asarray(sizes))
     want = jnp.concatenate([dot(rows[:used][of == g], plain[g].reshape(-1, k)) for g in range(8)])
 
-    def run(x, xs, w, ws, sizes):
-        return grouped_gemm(x, w, sizes, x_scale=xs, w_scale=ws, out_dtype=jnp.dtype(out_dtype), implementation="triton")
+    def run(x, xs, w, ws, sizes, more=()):
+        return grouped_gemm(x, w, sizes, x_scale=xs, w_scale=ws, out_dtype=jnp.dtype(out_dtype), more=more, implementation="triton")
 
     out = twice(run, x, xs, *weights, sizes)
     assert difference(out[:used], want) < GEMM and not np.asarray(out[used:].astype(jnp.float32)).any()
+    first, more = ([a if a is None else a[part] for a in weights] for part in (slice(5), slice(5, None)))
+    split = twice(run, x, xs, *first, sizes, tuple(a for a in more if a is not None))
+    np.testing.assert_array_equal(np.asarray(split.astype(jnp.float32)), np.asarray(out.astype(jnp.float32)))
 
 
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])

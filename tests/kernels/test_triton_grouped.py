@@ -30,7 +30,7 @@ def kernel():
     return module
 
 
-def exported(kind: str, rows: int, *, capability: int = 90, groups: int = 4, n: int = 256, k: int = 512, out=jnp.bfloat16):
+def exported(kind: str, rows: int, *, capability: int = 90, groups: int = 4, n: int = 256, k: int = 512, out=jnp.bfloat16, more: int = 1):
     """Compile for a GPU that is not here; returns the module's text, which holds the kernel."""
     m, s = rows * groups, jax.ShapeDtypeStruct
     x = s((m, k), FP8 if kind == "fp8" else BF16)
@@ -38,12 +38,15 @@ def exported(kind: str, rows: int, *, capability: int = 90, groups: int = 4, n: 
     x_scale = s((m, k // 128), np.float32) if kind == "fp8" else None
     w_scale = None if kind == "bf16" else s((groups, 2, n // 128, k // 128), np.float32)
 
-    def f(x, w, sizes, x_scale, w_scale):
-        return kernel().grouped_gemm(x, w, sizes, x_scale, w_scale, out, zero_rest=True)
+    others = tuple(s((more, *a.shape[1:]), a.dtype) for a in (w, w_scale) if a is not None and more)
+
+    def f(x, w, sizes, x_scale, w_scale, others):
+        return kernel().grouped_gemm(x, w, sizes, x_scale, w_scale, out, more=others, zero_rest=True)
 
     with dispatch.compile_only(capability):
         checks = [DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
-        done = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)(x, w, s((groups,), np.int32), x_scale, w_scale)
+        sizes = s((groups + more,), np.int32)
+        done = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)(x, w, sizes, x_scale, w_scale, others)
     assert done.out_avals[0].shape == (m, 2 * n) and done.out_avals[0].dtype == out
     return done.mlir_module()
 
@@ -67,7 +70,7 @@ def test_every_tile_compiles_for_hopper(kind, monkeypatch):
     for rows in tiles.values():
         assert "triton_kernel_call_ffi" in exported(kind, rows)
     assert "triton_kernel_call_ffi" in exported(kind, 64, out=jnp.float32)
-    assert "triton_kernel_call_ffi" in exported(kind, 2048, out=jnp.float32)
+    assert "triton_kernel_call_ffi" in exported(kind, 2048, out=jnp.float32, more=0)
     assert len(shared) == len(tiles) + 2 and max(shared) <= 227 * 1024
 
 
@@ -89,13 +92,16 @@ def interpreted(kind: str) -> None:
     x_scale = np.exp(rng.normal(size=(m, k // 128))).astype(np.float32) if kind == "fp8" else None
     w_scale = None if kind == "bf16" else np.exp(rng.normal(size=(5, 2, 1, k // 128))).astype(np.float32)
     want = jax.jit(functools.partial(grouped_gemm, implementation="xla"))(x, w, sizes, x_scale=x_scale, w_scale=w_scale)
+    w, more = w[:2], w[2:]  # the groups in two arrays give the same
+    w_scale, more_scale = (None, None) if w_scale is None else (w_scale[:2], w_scale[2:])
     x[sizes.sum() :] = np.nan
     out = np.full((m, 2 * n), np.nan, np.float32)
-    args = [Tensor(a) for a in (x, w, sizes, sizes if x_scale is None else x_scale, sizes if w_scale is None else w_scale)]
+    scales = [sizes if a is None else a for a in (x_scale, w_scale, more_scale)]
+    args = [Tensor(a) for a in (x, w, sizes, *scales[:2], more, scales[2])]
     bm, bn = 16, 64
     grid = ((m // bm + 6) * (2 * n // bn),)
     module._grouped[grid](
-        *args, m, Tensor(out), G=5, GP=8, PN=2 * n, K=k, BM=bm, BN=bn, BK=64 if kind == "bf16" else 128, SCALED=kind != "bf16",
+        *args, m, Tensor(out), FIRST=2, G=5, GP=8, PN=2 * n, K=k, BM=bm, BN=bn, BK=64 if kind == "bf16" else 128, SCALED=kind != "bf16",
         DEQUANT=kind == "w8", ZERO=True,
     )  # fmt: skip
     assert (out[sizes.sum() :] == 0).all()

@@ -195,7 +195,7 @@ def test_shared_experts_join_the_others(kind, mesh, joins):
     valid = np.arange(5) < np.array([5, 1, 0, 3])[:, None]
     with jax.set_mesh(sharding.mesh):
         layer.join()
-    assert (layer.shared_experts is None) == joins and layer.experts.down_proj.weight.shape[0] == 16 + 2 * joins
+    assert layer.joined == 2 * joins and layer.shared_experts.down_proj.weight.ndim == 2 + joins
     y, ids, weights = run(sharding, layer, x, valid)
     assert ids.shape == (4, 5, 4) and ids.max() < 16  # where tokens are routed, as before
     plain = {name: dequantised64(w, name) for name in w if name.endswith("weight")}
