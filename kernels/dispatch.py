@@ -12,7 +12,8 @@ import jax
 
 # The ops that kernels/triton_impl holds.
 TRITON_OPS = frozenset(
-    "act_quant rms_norm_quant swiglu_quant weight_dequant fp8_gemm grouped_gemm route sort_by_expert mla_decode mla_prefill".split()
+    """act_quant rms_norm rms_norm_quant swiglu_quant weight_dequant fp8_gemm grouped_gemm route sort_by_expert mla_decode
+    mla_prefill""".split()
 )
 # Those of them that run without being named, on Hopper, where they were measured.
 PREFERRED = TRITON_OPS

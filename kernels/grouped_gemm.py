@@ -59,7 +59,8 @@ def grouped_gemm(
         g = jnp.searchsorted(tile_ends, i, side="right")
         row = ends[g] - group_sizes[g] + (i - (tile_ends[g] - tiles[g])) * tile
         rows = jax.lax.dynamic_slice_in_dim(x, row, tile, 0)
-        weight, scale = (None if a is None else _pick(g, a, *more[i : i + 1]) for i, a in enumerate((w, w_scale)))
+        weight = _pick(g, w, *more[:1])
+        scale = None if w_scale is None else _pick(g, w_scale, *more[1:])
         if x_scale is not None:
             assert scale is not None, "FP8 rows need FP8 weights"
             y = fp8_gemm(rows, jax.lax.dynamic_slice_in_dim(x_scale, row, tile, 0), weight, scale, jnp.float32, implementation="xla")

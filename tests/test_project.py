@@ -41,7 +41,8 @@ TABLE = {
     "checkpoint": "checkpoint config sharding model jax",
     "generation": "config jax generation",
     "generation.engine": "config sharding model checkpoint jax"
-    " generation.requests generation.sampling generation.settings generation.steps generation.stops",
+    " generation.chunks generation.requests generation.sampling generation.settings generation.steps generation.stops",
+    "generation.chunks": "",
     "generation.settings": "config sharding model kernels.dispatch jax generation.requests",
     "generation.sampling": "jax",
     "generation.steps": "model jax generation.sampling",

@@ -60,7 +60,8 @@ class Engine:
         *,
         eos_token_ids: Sequence[int] = (),
     ):
-        self.config, self.options, self.sharding, self.params = config, settings.options, settings.sharding, params
+        self.config, self.options, self.sharding = config, settings.options, settings.sharding
+        self.graph, self.params = graph, params
         self.max_seq_len, self.max_batch_size = settings.max_seq_len, settings.max_batch_size
         self.eos_token_ids = tuple(eos_token_ids)
         jit = functools.partial(jax.jit, donate_argnames="cache")

@@ -11,6 +11,7 @@ from flax import nnx
 
 from dsv3_jax.config import BLOCK, ModelConfig
 from dsv3_jax.kernels import fp8_gemm, quantize
+from dsv3_jax.kernels.norm import add_rms_norm
 from dsv3_jax.model.options import Options
 from dsv3_jax.sharding import Sharding
 
@@ -32,10 +33,21 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, features: int, eps: float, options: Options, sharding: Sharding):
         self.weight = param(sharding, (features,), options.dtype, (None,))
-        self.eps = eps
+        self.eps, self.options, self.sharding = eps, options, sharding
+
+    @jax.named_scope("norms")
+    def after(self, x: jax.Array, update: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """x + update (B, T, D), rounded to x's dtype, and its norm; update None adds nothing."""
+
+        def local(x, update, weight):
+            return add_rms_norm(x, update, weight, self.eps, implementation=self.options.implementation)
+
+        by_row = self.sharding.spec("batch", None, None)
+        return on_shards(self.sharding, local, (by_row, by_row, self.sharding.spec(None)), (by_row, by_row))(x, update, self.weight[...])
 
     @jax.named_scope("norms")
     def __call__(self, x: jax.Array) -> jax.Array:
+        """The norm alone, which XLA computes within what surrounds it."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)

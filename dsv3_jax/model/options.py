@@ -58,7 +58,7 @@ class Options:
     def _ops(self, *, quantized: bool) -> list[str]:
         """The kernels of kernels/dispatch.py that a model of these options runs."""
         ops = ["mla_decode", "mla_prefill"] if self.attn_impl == "absorb" else ["mla_prefill", "attend"]
-        ops += ["route", "sort_by_expert", "grouped_gemm"]
+        ops += ["rms_norm", "route", "sort_by_expert", "grouped_gemm"]
         if quantized and (self.gemm_impl == "bf16" or self.attn_impl == "absorb"):  # absorb dequantises kv_b_proj at load
             ops.append("weight_dequant")
         return ops + (["act_quant", "swiglu_quant", "fp8_gemm"] if self.gemm_impl == "fp8" else [])

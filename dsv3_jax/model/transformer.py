@@ -29,13 +29,14 @@ class Block(nnx.Module):
         self.mlp = MoE(*common) if config.is_moe_layer(layer) else MLP(config.intermediate_size, *common)
 
     def __call__(
-        self, x, cos, sin, positions, slots, valid, cache: LayerCache, context: int | None, rows: jax.Array | None
-    ) -> tuple[jax.Array, LayerCache, Routing | None]:
-        h, cache = self.self_attn(self.input_layernorm(x), cos, sin, positions, slots, cache, context, rows)
-        x = x + h
-        h = self.post_attention_layernorm(x)
+        self, x, update, cos, sin, positions, slots, valid, cache: LayerCache, context: int | None, rows: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, LayerCache, Routing | None]:
+        """x and what the layer before adds to it -> x, what this one adds, the layer's cache, and its routing if it has any."""
+        x, h = self.input_layernorm.after(x, update)
+        h, cache = self.self_attn(h, cos, sin, positions, slots, cache, context, rows)
+        x, h = self.post_attention_layernorm.after(x, h)
         h, routing = self.mlp(h, valid) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
-        return x + h, cache, routing
+        return x, h, cache, routing
 
 
 class RopeTable(nnx.Module):
@@ -82,10 +83,10 @@ class Transformer(nnx.Module):
         valid = steps < new[:, None]
         slots = jnp.where(valid, positions, jnp.iinfo(jnp.int32).max)  # padding is written nowhere
         cos, sin = self.rope(positions)
-        x = self.embed_tokens(tokens)
+        x, update = self.embed_tokens(tokens), None  # a sum is taken with the norm that follows it
         layers, routings = [], []
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            x, layer, routing = block(x, cos, sin, positions, slots, valid, layer, context, rows)
+            x, update, layer, routing = block(x, update, cos, sin, positions, slots, valid, layer, context, rows)
             layers.append(layer)
             routings += [] if routing is None else [routing]
-        return self.norm(x), KVCache(tuple(layers), put_rows(cache.lengths, rows, lengths + new)), routings
+        return self.norm.after(x, update)[1], KVCache(tuple(layers), put_rows(cache.lengths, rows, lengths + new)), routings

@@ -50,7 +50,7 @@ def configure(kind: str, rows: int, *, hopper: bool = True) -> dict:
     if rows <= 64 or kind == "w8":
         bm = 8 if kind == "bf16" and rows <= 2 else min(128, max(16, triton.next_power_of_2(rows)))
         if bm <= 16:
-            return _tile(bm, 128, 9 if kind == "w8" else 11, swap=True, consumers=1 if bm == 8 else 2)
+            return _tile(bm, 128, 9 if kind == "w8" else 11, swap=True, consumers=2)
         return _tile(bm, 128 if bm == 128 else 256, 4 if kind == "w8" else 5, swap=True, consumers=2)
     if kind == "bf16":
         return _tile(128, 256, 4, swap=False, consumers=2)

@@ -23,17 +23,17 @@ LAYERS = {LITE: 3, V3: 4}
 
 
 @functools.cache
-def engine(name: str) -> Engine:
+def engine(name: str, gemm_impl: str | None = None) -> Engine:
     engine.cache_clear()  # one at a time: memory
     config = ModelConfig.from_json(ROOT / f"configs/{name}.json")
-    return random_engine(config, num_hidden_layers=LAYERS[name], max_seq_len=4096, max_batch_size=8)
+    return random_engine(config, num_hidden_layers=LAYERS[name], gemm_impl=gemm_impl, max_seq_len=4096, max_batch_size=8)
 
 
 @pytest.mark.parametrize("tokens", [1, 256])
-@pytest.mark.parametrize("name", [LITE, V3])
-def test_each_layer_against_xla(name, tokens):
+@pytest.mark.parametrize(("name", "gemm_impl"), [(LITE, "bf16"), (V3, "bf16"), (V3, "fp8")])
+def test_each_layer_against_xla(name, gemm_impl, tokens):
     """Every layer is given what XLA's layer before returned, so that what rounds apart in one does not add up."""
-    e = engine(name)
+    e = engine(name, gemm_impl)
     o = e.options
     others = Options(o.dtype, o.attn_impl, o.gemm_impl, implementation="xla")
     shape = (2, tokens)
@@ -45,7 +45,7 @@ def test_each_layer_against_xla(name, tokens):
 
         @functools.partial(jax.jit, static_argnums=0)
         def run(i, params, x, update, cache):
-            model = nnx.merge(e_graph, params)
+            model = nnx.merge(e.graph, params)
             for block in model.layers:
                 for module in (block.input_layernorm, block.post_attention_layernorm, block.self_attn, block.mlp):
                     _give(module, options)
@@ -59,11 +59,10 @@ def test_each_layer_against_xla(name, tokens):
 
         return run
 
-    e_graph = e._prefill.__wrapped__.args[0]
     ours, theirs = layers(o), layers(others)
     with e._running():
         cache = e._start([[1] * tokens] * 2, tokens + 1)
-        x = jax.jit(lambda p: nnx.merge(e_graph, p).embed_tokens(jax.device_put(ids, e.sharding.named("batch", None))))(e.params)
+        x = jax.jit(lambda p: nnx.merge(e.graph, p).embed_tokens(jax.device_put(ids, e.sharding.named("batch", None))))(e.params)
         update, real = None, np.arange(tokens) < np.asarray(new)[:, None]
         for i in range(e.config.num_hidden_layers):
             got, want = ours(i, e.params, x, update, cache), theirs(i, e.params, x, update, cache)
@@ -71,11 +70,11 @@ def test_each_layer_against_xla(name, tokens):
             same = np.ones(len(exact), bool)
             if got[2] is not None:  # a token that lies between two experts may go to either
                 same = (np.sort(np.asarray(got[2][0])[real]) == np.sort(np.asarray(want[2][0])[real])).all(-1)
-                assert same.mean() > 0.98
+                assert same.mean() > (0.9 if gemm_impl == "fp8" else 0.97)
             added = np.asarray(want[1].astype(jnp.float32))[real][same]
             rms = np.sqrt(np.mean((mine - exact)[same] ** 2)) / np.sqrt(np.mean(added**2))
-            print(f"{name} layer {i}, {tokens} tokens: rms {rms:.4f} of what it adds; {1 - same.mean():.4f} routed apart")
-            assert rms < tolerances.LAYER_RMS
+            print(f"{name} {gemm_impl} layer {i}, {tokens} tokens: rms {rms:.4f} of what it adds; {1 - same.mean():.4f} routed apart")
+            assert rms < tolerances.LAYER_RMS[gemm_impl]
             x, update = want[0], want[1]
 
 
@@ -119,9 +118,10 @@ def test_two_thousand_steps_take_no_more_memory():
 def test_fifty_lengths_compile_no_more_than_the_buckets():
     e = engine(LITE)
     lengths = np.unique(np.geomspace(1, 2000, 60).astype(int))[-50:]
-    before = e._prefill._cache_size(), e._decode._cache_size()
+    programs = lambda: [f._cache_size() for f in (e._prefill, e._decode)]  # noqa: E731  # pyright: ignore[reportAttributeAccessIssue]
+    before = programs()
     for n in lengths:
         e.generate([[9] * int(n)], max_new_tokens=5, stop_token_ids=())
-    prefills, decodes = (f._cache_size() - n for f, n in zip((e._prefill, e._decode), before, strict=True))
+    prefills, decodes = (now - then for now, then in zip(programs(), before, strict=True))
     print(f"{len(lengths)} lengths: {prefills} programs for prompts, {decodes} for steps")
     assert len(lengths) == 50 and prefills <= 12 and decodes <= 6  # prompts of 16 to 2,048 tokens in caches of 128 to 4,096

@@ -10,7 +10,7 @@ import pytest
 
 from dsv3_jax import Engine
 from dsv3_jax.checkpoint.convert import convert
-from dsv3_jax.kernels import dispatch, quantize
+from dsv3_jax.kernels import dispatch, norm, quantize
 from dsv3_jax.kernels.fp8_gemm import fp8_gemm
 from dsv3_jax.kernels.grouped_gemm import grouped_gemm
 from dsv3_jax.kernels.moe_sort import sort_by_expert
@@ -90,6 +90,7 @@ CODES, SCALE = jnp.zeros((128, 128), quantize.FP8), jnp.ones((1, 1))
 SIZES, IDS = jnp.array([2]), jnp.zeros((2, 1), jnp.int32)
 CALLS = {
     "act_quant": lambda how: quantize.act_quant(jnp.ones((2, 128)), implementation=how),
+    "rms_norm": lambda how: norm.add_rms_norm(jnp.ones((2, 128)), None, jnp.ones(128), 1e-6, implementation=how),
     "rms_norm_quant": lambda how: quantize.rms_norm_quant(jnp.ones((2, 128)), jnp.ones(128), 1e-6, implementation=how),
     "swiglu_quant": lambda how: quantize.swiglu_quant(jnp.ones((2, 2, 128)), implementation=how),
     "weight_dequant": lambda how: quantize.weight_dequant(CODES, SCALE, jnp.bfloat16, implementation=how),

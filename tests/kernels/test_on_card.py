@@ -16,7 +16,9 @@ from dsv3_jax.kernels.grouped_gemm import grouped_gemm
 from dsv3_jax.kernels.mla_decode import mla_decode
 from dsv3_jax.kernels.mla_prefill import mla_prefill
 from dsv3_jax.kernels.moe_sort import sort_by_expert
+from dsv3_jax.kernels.norm import add_rms_norm
 from dsv3_jax.kernels.route import route
+from tests import tolerances
 
 GEMM, ATTENTION, SCALE = 1e-3, 1e-5, 192**-0.5
 WIDTHS = (1, 2, 4, 8, 16)
@@ -102,6 +104,21 @@ def test_grouped_gemm(kind, sizes, out_dtype, p, n, k):
     first, more = ([a if a is None else a[part] for a in weights] for part in (slice(5), slice(5, None)))
     split = twice(run, x, xs, *first, sizes, tuple(a for a in more if a is not None))
     np.testing.assert_array_equal(np.asarray(split.astype(jnp.float32)), np.asarray(out.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "k"), [(1, 2048), (64, 7168), (8192, 7168), (33, 1536), (8, 512), (5, 5120), (3, 200)])
+def test_add_rms_norm(rows, k, dtype, add):
+    x, update = (jax.random.normal(jax.random.key(i), (rows, k), dtype) for i in range(2))
+    update, weight = update if add else None, jax.random.normal(jax.random.key(2), (k,), "float32" if rows % 2 else dtype)
+    total, y = twice(lambda *a: add_rms_norm(*a, 1e-6, implementation="triton"), x, update, weight)
+    wide = np.asarray(x, np.float64) + (np.asarray(update, np.float64) if add else 0)
+    wide = wide.astype(x.dtype)
+    np.testing.assert_array_equal(np.asarray(total), wide)
+    wide = wide.astype(np.float64)
+    want = wide / np.sqrt(np.mean(wide**2, -1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
+    tolerances.within_one_rounding(y, want, 8 if dtype == "bfloat16" else tolerances.NORM_FLOAT32_BITS)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])

@@ -15,7 +15,7 @@ from jax.export import DisabledSafetyCheck
 
 from dsv3_jax.checkpoint import load
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.kernels import dispatch, quantize
+from dsv3_jax.kernels import dispatch
 from dsv3_jax.model.cache import init_cache
 from dsv3_jax.model.options import Options
 from dsv3_jax.model.transformer import Transformer
@@ -65,41 +65,31 @@ def step(options: Options, tokens: int, context: int | None) -> collections.Coun
 
 # Each layer: qkv_a, q_b and o; the dense MLP: gate_up and down. The shared expert is one of the grouped ones.
 FP8_GEMMS = 2 * 3 + 2
+# Quantised for qkv_a, q_b, o and the MLP, once for all experts, and after each SwiGLU.
+QUANTISERS = {"_act_quant": 2 * (3 + 1), "_swiglu_quant": 2}
+NORMS = {"_add_rms_norm": 2 * 2 + 1}
 EXPERTS = {"_route": 1, "_sort": 1, "_grouped": 2}
 
 
 def test_decode_in_fp8():
-    """Few activations, which XLA quantises on the way."""
     attention = {"_plan": 2, "_decode": 2, "_combine": 2}
-    assert step(Options(gemm_impl="fp8"), 1, None) == {"_streamed": FP8_GEMMS, **attention, **EXPERTS}
+    assert step(Options(gemm_impl="fp8"), 1, None) == {"_streamed": FP8_GEMMS, **attention, **QUANTISERS, **EXPERTS, **NORMS}
 
 
-def test_prefill_in_fp8(monkeypatch):
-    """Many: a kernel quantises for qkv_a, q_b, o and the MLP, once for all experts, and after each SwiGLU."""
-    monkeypatch.setattr(quantize, "WORTH_A_KERNEL", 1)
-    quantisers = {"_act_quant": 2 * (3 + 1), "_swiglu_quant": 2}
-    assert step(Options(gemm_impl="fp8"), 128, 128) == {"_gemm": FP8_GEMMS, "_prefill": 2, **quantisers, **EXPERTS}
+def test_prefill_in_fp8():
+    assert step(Options(gemm_impl="fp8"), 128, 128) == {"_gemm": FP8_GEMMS, "_prefill": 2, **QUANTISERS, **EXPERTS, **NORMS}
 
 
 @pytest.mark.parametrize(("tokens", "attention"), [(1, {"_plan": 2, "_decode": 2, "_combine": 2}), (32, {"_prefill": 2})])
 def test_steps_in_bf16(tokens, attention):
-    assert step(Options(), tokens, None) == {**attention, **EXPERTS}
+    assert step(Options(), tokens, None) == {**attention, **EXPERTS, **NORMS}
 
 
 def test_prefill_with_heads_in_the_cache():
-    assert step(Options(attn_impl="naive"), 32, 128) == {"_prefill": 2, **EXPERTS}
+    assert step(Options(attn_impl="naive"), 32, 128) == {"_prefill": 2, **EXPERTS, **NORMS}
 
 
 def test_float32_runs_on_xla():
-    """Kernels take bf16 and FP8; routing, float32 in any model, and the sorting of integers are the same for all."""
-    assert step(Options(dtype="float32"), 1, None) == step(Options(dtype="float32"), 32, None) == {"_route": 1, "_sort": 1}
-
-
-def test_small_arrays_are_quantised_by_xla():
-    ptx.need_triton()
-    for rows, expected in ((255, {}), (256, {"_act_quant": 1})):
-        x = jax.ShapeDtypeStruct((rows, 7168), jnp.bfloat16)
-        assert kernels_of(quantize.act_quant, x) == expected
-    x = jax.ShapeDtypeStruct((8, 2, 2048), jnp.bfloat16)
-    assert kernels_of(quantize.swiglu_quant, x) == {}
-    assert kernels_of(lambda x: quantize.swiglu_quant(x, implementation="triton"), x) == {"_swiglu_quant": 1}
+    """Products take bf16 and FP8; norms, routing, float32 in any model, and the sorting of integers are the same for all."""
+    wanted = {"_route": 1, "_sort": 1, **NORMS}
+    assert step(Options(dtype="float32"), 1, None) == step(Options(dtype="float32"), 32, None) == wanted

@@ -45,6 +45,7 @@ def test_every_kernel_of_the_options_is_asked_about(monkeypatch):
     fp8 = {
         "mla_decode",
         "mla_prefill",
+        "rms_norm",
         "route",
         "grouped_gemm",
         "sort_by_expert",
@@ -56,7 +57,7 @@ def test_every_kernel_of_the_options_is_asked_about(monkeypatch):
     assert set(asked) == fp8 <= dispatch.TRITON_OPS
     asked.clear()
     Options(implementation="triton").check(PLAIN)
-    assert set(asked) == {"mla_decode", "mla_prefill", "route", "grouped_gemm", "sort_by_expert"}
+    assert set(asked) == {"mla_decode", "mla_prefill", "rms_norm", "route", "grouped_gemm", "sort_by_expert"}
 
 
 def test_nothing_is_asked_where_xla_may_run(monkeypatch):
