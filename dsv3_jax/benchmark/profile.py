@@ -23,6 +23,7 @@ OTHER, GAPS = "other", "gaps"
 _OURS = (
     (re.compile(r"mla_|^_decode|^_prefill|^_combine|^_plan|^_attend"), "attention"),
     (re.compile(r"^_?route"), "router"),
+    (re.compile(r"rms_norm$"), "norms"),
     (re.compile(r"grouped|sort_by_expert|^_sort|moe_"), "experts"),
 )
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")

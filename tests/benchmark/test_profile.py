@@ -80,6 +80,7 @@ def test_events_find_their_part():
         Event("nvjet_tst_64x8", 0, 1): "other",
         Event("nvjet_tst_64x8", 0, 1, "command_buffer.2"): "other",
         Event("_grouped", 0, 1, "command_buffer.2"): "experts",
+        Event("_add_rms_norm", 0, 1, "command_buffer.2"): "norms",
         Event("_decode", 0, 1): "attention",
         Event("_route", 0, 1): "router",
     }

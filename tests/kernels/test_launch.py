@@ -40,6 +40,7 @@ def compiled(monkeypatch, tmp_path):
     from dsv3_jax.kernels.triton_impl import launch
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.delenv("TRITON_ALWAYS_COMPILE", raising=False)
     launch._mend_jax_triton()
     results, compile_it = [], triton_lib.compile_ttir_to_ptx_inplace
     monkeypatch.setattr(triton_lib, "compile_ttir_to_ptx_inplace", lambda *a: results.append(compile_it(*a)) or results[-1])
