@@ -28,7 +28,9 @@ TABLE = {
     "cli": "jax",
     "sharding": "config jax",
     "distributed": "config sharding jax",
-    "plan": "config sharding model jax",
+    "plan": "config sharding model jax working_memory checkpoint.load kernels.dispatch"
+    " generation.requests generation.settings generation.steps",
+    "working_memory": "config sharding model.options kernels.mla_prefill generation.chunks generation.engine jax",
     "model": "config sharding kernels jax",
     "model.options": "config kernels",
     "model.rope": "config sharding jax",

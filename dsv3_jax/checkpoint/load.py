@@ -60,14 +60,19 @@ def prepare(graph: nnx.GraphDef, params: Params, options: Options, sharding: Sha
         _cast(params, options)
         model = nnx.merge(graph, params)
         params.clear()
-        for block in model.layers:
-            block.self_attn.join()
-            if isinstance(block.mlp, MoE):
-                block.mlp.join()
-            if options.attn_impl == "absorb":
-                block.self_attn.absorb()
+        rearrange(model, options)
         graph, state = nnx.split(model)
     return graph, plain(state)
+
+
+def rearrange(model: Transformer, options: Options) -> None:
+    """Put side by side what reads the same rows, and under absorb kv_b_proj into the form that decoding multiplies with."""
+    for block in model.layers:
+        block.self_attn.join()
+        if isinstance(block.mlp, MoE):
+            block.mlp.join()
+        if options.attn_impl == "absorb":
+            block.self_attn.absorb()
 
 
 def _cast(tree: Params, options: Options, owner: str = "") -> None:
