@@ -45,6 +45,9 @@ ROUTER_WEIGHTS = Tolerance(3e-4, 3e-5)
 # bits (2^-9 each) in another order. With FP8 activations those roundings move one code in twenty or so by a step of 2^-3 of its value,
 # at five products in a row (qkv_a, q_b, o, gate_up, down): sqrt(5/20) 2^-3 = 0.06.
 LAYER_RMS = {"bf16": 0.02, "fp8": 0.06}
+# The share of tokens that both send to the same experts: near the eighth of 256 scores the next is 0.055 standard deviations away, and
+# roundings move a score by about 0.005, so that up to one token in ten has a pair of experts that changes places.
+ROUTED_ALIKE = 0.9
 # RMSNorm in float32: a mean of squares, a root and two products, each an error of a few units of the last of 24 bits.
 NORM_FLOAT32_BITS = 21
 
