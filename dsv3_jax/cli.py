@@ -10,8 +10,11 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from absl import app, flags, logging
+
+from dsv3_jax import cluster, distributed
 
 _HELP = ("--help", "-help", "-h", "--helpshort", "-helpshort")
 
@@ -22,25 +25,42 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     ValueError and OSError (a file that is missing, not readable, a disk that is full) become `error: ...` on standard error and exit
     code 2, as does a flag that is unknown or holds a wrong value; --verbosity=1 adds the traceback. Ctrl-C exits with 130 and a closed
     pipe with 141, without a traceback. Any other exception is a fault of ours and keeps its traceback. `--help` shows the docstring
-    and the flags of main's own module, whether it runs as a script or as a console command.
+    and the flags of main's own module, whether it runs as a script or as a console command. Of several processes all end together.
     """
 
     def guarded(argv: list[str]) -> int | None:
+        code, word, fault = 1, "", None
+        try:
+            code, word = attempt(argv)
+            return code
+        except BrokenPipeError:
+            code = 141
+            raise
+        except SystemExit as e:
+            code = e.code if isinstance(e.code, int) else 1
+            raise
+        except BaseException as e:
+            fault = e
+            raise
+        finally:
+            distributed.leave(code or 0, word, fault)
+
+    def attempt(argv: list[str]) -> tuple[int | None, str]:
         try:
             if len(argv) > 1:
                 raise ValueError(f"unexpected argument {argv[1]!r}: write --flag=value, and quote values that hold spaces; see --help")
             code = main(argv)
             sys.stdout.flush()
-            return code
+            return code, ""
         except BrokenPipeError:
             raise  # dealt with below, as for --help
         except (ValueError, OSError) as e:
             if logging.get_verbosity() >= logging.DEBUG:
                 traceback.print_exc()
-            return _fail(_one_line(e))
+            return _fail(text := distributed.one_line(e)), text
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            return 130
+            return 130, "interrupted"
 
     def parse(argv: list[str]) -> list[str]:
         given = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
@@ -50,7 +70,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         try:
             return flags.FLAGS(argv)
         except flags.Error as e:
-            sys.exit(_fail(f"{_flag_errors(_one_line(e))}; see --help"))
+            sys.exit(_fail(f"{_flag_errors(distributed.one_line(e))}; see --help"))
 
     for name in ("jax", "orbax"):  # which backends are not there, and the like: of interest when something is wrong
         stdlib_logging.getLogger(name).setLevel(stdlib_logging.WARNING)
@@ -80,6 +100,25 @@ def usage(main: Callable) -> str:
     return "\n".join(lines)
 
 
+def process_flags(module: str) -> Callable[[], None]:
+    """Define the flags about several processes for the script `module` (its __name__); returns what finds the others, for main to call."""
+    of: dict[str, Any] = {"module_name": sys.argv[0] if module == "__main__" else module}  # where --help shows a script its own
+    address = flags.DEFINE_string(
+        "coordinator_address", None, "HOST:PORT of process 0, for runs of several processes; the next port is used too. Left out: what "
+        "SLURM, mpirun or torchrun say, if one of them runs this.", **of,
+    )  # fmt: skip
+    count = flags.DEFINE_integer("num_processes", None, "How many processes take part; 1 ignores SLURM and the like.", lower_bound=1, **of)
+    number = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0. Process 0 reads and prints.", lower_bound=0, **of)
+    ids = flags.DEFINE_string("local_device_ids", None, "GPUs of this host that this process takes, such as 0,1; left out, all.", **of)
+    timeout = flags.DEFINE_float("init_timeout_s", distributed.INIT_TIMEOUT_S, "Seconds to wait for the others.", lower_bound=1, **of)
+
+    def join() -> None:
+        found = cluster.from_flags(os.environ, address.value, count.value, number.value, ids.value)
+        distributed.join(found, timeout.value)
+
+    return join
+
+
 def resolve(path: str | os.PathLike | None, flag: str = "path") -> str:
     """Return `path` absolute, with `~` expanded; ValueError that names `flag` when it is empty."""
     text = "" if path is None else os.fspath(path)
@@ -93,7 +132,7 @@ def note(text: str) -> None:
     import jax  # late: most checks need no JAX
 
     # Asking for the process index starts the devices, which one process alone need not do yet.
-    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+    if not distributed.process() and (not jax.distributed.is_initialized() or jax.process_index() == 0):
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
 
@@ -146,14 +185,8 @@ def _flag_errors(text: str) -> str:
 
 def _fail(message: str) -> int:
     sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr)
+    print(f"{distributed.prefix()}error: {message}", file=sys.stderr)
     return 2
-
-
-def _one_line(e: BaseException) -> str:
-    if isinstance(e, OSError) and e.strerror:
-        return f"{e.filename}: {e.strerror}" if e.filename is not None else e.strerror
-    return str(e).strip() or type(e).__name__
 
 
 def numbers(flag: str, text: str) -> list[int]:

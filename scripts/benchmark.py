@@ -12,6 +12,8 @@ so that a part of DeepSeek-V3 fits one GPU. Rows sample at temperature 1, so tha
 of a layer's experts a step reads, beside what even routing would give. "compile s" is the time to the first token and decode step
 with nothing compiled, "cached s" the same from the compilation cache; leave both out with --nocompile_times.
 
+On several hosts start the same command on each, as scripts/launch_*.sh do; process 0 prints and writes (docs/MULTI_HOST.md).
+
 kernels: the times of single kernels on DeepSeek-V3's shapes, each result checked first; --peers joins the figures of other libraries.
 
 Exit code 0 when all is well, 1 if a kernel failed its check, 2 for a wrong flag or file.
@@ -25,7 +27,7 @@ import sys
 
 from absl import flags
 
-from dsv3_jax import cli
+from dsv3_jax import cli, distributed
 
 COMMANDS = ("model", "kernels")
 KERNELS_ONLY = ("what", "peers", "tokens", "deadline_s", "processes")
@@ -56,6 +58,8 @@ _DEADLINE_S = flags.DEFINE_float("deadline_s", None, "kernels: stop after so man
 _PROCESSES = flags.DEFINE_integer("processes", None, "kernels: processes that compile side by side and take turns on the GPU.")
 _PEERS = flags.DEFINE_string("peers", None, "kernels: file with other libraries' figures, to print ratios and their geometric mean.")
 
+_join = cli.process_flags(__name__)
+
 _command: list[str] = []  # the words of the command line, before run() takes the command out
 
 
@@ -82,7 +86,13 @@ def main(argv: list[str]) -> int:
             processes=_PROCESSES.value, seed=_SEED.value, command=words,
         )  # fmt: skip
     values: dict = {name: flags.FLAGS[name].value for name in names}
-    return model.main(model.Settings(**values), words)
+    settings = model.Settings(**values)
+    _join()
+    with distributed.agreed() as same:
+        same |= {name: str(getattr(settings, name)) for name in names if name not in ("json", "profile")}
+        model.read_config(settings)
+    distributed.connect()
+    return model.main(settings, words)
 
 
 def run() -> None:

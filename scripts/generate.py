@@ -11,7 +11,10 @@ every line stands alone.
 DIR is what dsv3-convert wrote. Answers go to standard output, settings, warnings and figures to standard error. The first two tokens of
 an answer wait for the prompt and for what has to be compiled, so tokens per second are also given after the second. Exit code 0 when all is
 well or only some prompts of a file could not be run (too long, say; they carry an "error"), 1 when none could, 2 for a wrong flag or
-file, 130 after Ctrl-C (in a conversation: twice at the prompt).
+file, 130 after Ctrl-C (in a conversation: twice at the prompt), 3 if other processes of the run did not come or were lost.
+
+On several hosts start the same command on each, with --coordinator_address, --num_processes and --process_id, or through SLURM, mpirun,
+torchrun's variables or scripts/launch_*.sh; process 0 reads and prints. docs/MULTI_HOST.md says more.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ import dataclasses
 import io
 import os
 import sys
+import zlib
 from collections.abc import Callable
 
 from absl import flags
 
-from dsv3_jax import cli
+from dsv3_jax import cli, distributed
 
 _CKPT_PATH = flags.DEFINE_string("ckpt_path", None, "Folder of the converted checkpoint (dsv3-convert --save_path).", required=True)
 _CONFIG = flags.DEFINE_string("config", None, "Read the model's sizes from this JSON instead of DIR/config.json.")
@@ -62,51 +66,66 @@ _IMPLEMENTATION = flags.DEFINE_enum(
 _THINKING = flags.DEFINE_bool("thinking", False, "Have the model think first, if its chat template has that switch (DeepSeek-V3.1).")
 _STOP = flags.DEFINE_multi_string("stop", [], "Text that ends an answer and is cut from it; may be repeated.")
 _RAW = flags.DEFINE_bool("raw", False, "Continue prompts as they stand, without the chat template.")
+_join = cli.process_flags(__name__)
+
+# The flags that make the engine, which every process must have alike.
+_ENGINE = ("mesh", "expert_axes", "dtype", "attn_impl", "gemm_impl", "gate_dtype", "reference_scale_fmt", "implementation")
+_ENGINE += ("max_seq_len", "max_batch_size")
 
 
 def main(argv: list[str]) -> int:
     del argv
+    _join()
     # Everything that can be checked without a device comes first: loading a large model takes minutes.
-    _check_flags()
-    from dsv3_jax import Engine, ModelConfig, Sampling, sharding
-    from dsv3_jax.checkpoint import store
-    from dsv3_jax.generation import batch_file
-    from dsv3_jax.generation.chat import ChatTokenizer
-    from dsv3_jax.generation.interactive import interactive, says_stopping
-    from dsv3_jax.generation.stops import stop_token_ids
-    from dsv3_jax.generation.text_stream import Figures
+    with distributed.agreed() as same:
+        _check_flags()
+        from dsv3_jax import Engine, ModelConfig, Sampling, sharding
+        from dsv3_jax.checkpoint import store
+        from dsv3_jax.generation import batch_file, together
+        from dsv3_jax.generation.chat import ChatTokenizer
+        from dsv3_jax.generation.interactive import interactive, says_stopping
+        from dsv3_jax.generation.stops import stop_token_ids
+        from dsv3_jax.generation.text_stream import Figures
 
-    sharding.parse_mesh(_MESH.value)
-    sharding.parse_expert_axes(_EXPERT_AXES.value)
-    ckpt_path = cli.resolve(_CKPT_PATH.value, "ckpt_path")
-    config_path = cli.resolve(_CONFIG.value, "config") if _CONFIG.value is not None else None
-    config = store.read_config(ckpt_path)  # refuses any other folder, even where --config replaces what it read
-    if config_path is not None:
-        config = ModelConfig.from_json(config_path)
-    lines, blank = batch_file.read_prompts(cli.resolve(_INPUT_FILE.value, "input_file")) if not _INTERACTIVE.value else ([], 0)
-    output = cli.resolve(_OUTPUT_FILE.value, "output_file") if _OUTPUT_FILE.value is not None else None
-    if output is not None:
-        batch_file.check_output(output)
-
-    first = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
-
-    def sampling(i: int) -> Sampling:
-        return dataclasses.replace(first, seed=(first.seed + i) % 2**32)
-
-    chat = ChatTokenizer(ckpt_path, config)
-    options = {"max_new_tokens": _MAX_NEW_TOKENS.value, "stop_token_ids": stop_token_ids(ckpt_path, config)}
-    use_template = chat.has_template and not _RAW.value
-    for line in _remarks(chat, len(lines), blank):
-        cli.note(line)
+        same |= {f"--{name}": str(flags.FLAGS[name].value) for name in _ENGINE}
+        sharding.parse_mesh(_MESH.value)
+        sharding.parse_expert_axes(_EXPERT_AXES.value)
+        ckpt_path = cli.resolve(_CKPT_PATH.value, "ckpt_path")
+        config_path = cli.resolve(_CONFIG.value, "config") if _CONFIG.value is not None else None
+        config = store.read_config(ckpt_path)  # refuses any other folder, even where --config replaces what it read
+        if config_path is not None:
+            config = ModelConfig.from_json(config_path)
+        same["the model's config"] = f"{zlib.crc32(repr(config).encode()):08x}"
+        chat, lines, output = None, [], None
+        if not distributed.process():
+            lines, blank = batch_file.read_prompts(cli.resolve(_INPUT_FILE.value, "input_file")) if not _INTERACTIVE.value else ([], 0)
+            output = cli.resolve(_OUTPUT_FILE.value, "output_file") if _OUTPUT_FILE.value is not None else None
+            if output is not None:
+                batch_file.check_output(output)
+            first = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
+            chat = ChatTokenizer(ckpt_path, config)
+            options = {"max_new_tokens": _MAX_NEW_TOKENS.value, "stop_token_ids": stop_token_ids(ckpt_path, config)}
+            use_template = chat.has_template and not _RAW.value
+            for line in _remarks(chat, len(lines), blank):
+                cli.note(line)
+    distributed.connect()
     log = cli.LogNotes()
-    engine = Engine.from_checkpoint(
-        ckpt_path, mesh=_MESH.value, expert_axes=_EXPERT_AXES.value, dtype=_DTYPE.value, attn_impl=_ATTN_IMPL.value,
-        gemm_impl=_GEMM_IMPL.value, max_seq_len=_MAX_SEQ_LEN.value, max_batch_size=_MAX_BATCH_SIZE.value, config=config_path,
-        gate_dtype=_GATE_DTYPE.value, reference_scale_fmt=_REFERENCE_SCALE_FMT.value, implementation=_IMPLEMENTATION.value,
-    )  # fmt: skip
+    with distributed.agreed():
+        engine = Engine.from_checkpoint(
+            ckpt_path, mesh=_MESH.value, expert_axes=_EXPERT_AXES.value, dtype=_DTYPE.value, attn_impl=_ATTN_IMPL.value,
+            gemm_impl=_GEMM_IMPL.value, max_seq_len=_MAX_SEQ_LEN.value, max_batch_size=_MAX_BATCH_SIZE.value, config=config_path,
+            gate_dtype=_GATE_DTYPE.value, reference_scale_fmt=_REFERENCE_SCALE_FMT.value, implementation=_IMPLEMENTATION.value,
+        )  # fmt: skip
+    if chat is None:
+        return together.follow(engine)
+    if distributed.count() > 1:
+        engine = together.Leading(engine)
     for line in _after_loading(engine):
         cli.note(line)
     figures = Figures()
+
+    def sampling(i: int) -> Sampling:
+        return dataclasses.replace(first, seed=(first.seed + i) % 2**32)
 
     def encode(messages):
         return chat.chat(messages, _THINKING.value) if use_template else chat.raw(messages[-1]["content"])
@@ -146,8 +165,7 @@ def _check_flags() -> None:
 
 def _remarks(chat, prompts: int, blank: int) -> list[str]:
     """The lines that say, at the start, how this run is set up."""
-    names = ("mesh", "expert_axes", "dtype", "attn_impl", "gemm_impl", "gate_dtype", "reference_scale_fmt", "implementation")
-    names += ("max_seq_len", "max_batch_size", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "thinking", "raw", "stop")
+    names = (*_ENGINE, "max_new_tokens", "temperature", "top_k", "top_p", "seed", "thinking", "raw", "stop")
     values = {name: flags.FLAGS[name].value for name in names}
     remarks = ["settings: " + " ".join(f"{k}={'auto' if v is None else v}" for k, v in values.items())]
     if prompts:

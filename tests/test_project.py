@@ -25,9 +25,12 @@ TABLE = {
     "kernels": "kernels jax",
     "config": "config_json",
     "config_json": "config",
-    "cli": "jax",
+    "cli": "cluster distributed jax",
     "sharding": "config jax",
-    "distributed": "config sharding jax",
+    "cluster": "",
+    "peer": "",
+    "group": "cluster peer",
+    "distributed": "cluster group peer jax",
     "plan": "config sharding model jax working_memory checkpoint.load kernels.dispatch"
     " generation.requests generation.settings generation.steps",
     "working_memory": "config sharding model.options kernels.mla_prefill generation.chunks generation.engine jax",
@@ -42,7 +45,8 @@ TABLE = {
     "model.mtp": "config sharding jax model",
     "checkpoint": "checkpoint config sharding model jax",
     "generation": "config jax generation",
-    "generation.engine": "config sharding model checkpoint jax"
+    "generation.together": "distributed generation.requests generation.sampling",
+    "generation.engine": "config sharding distributed model checkpoint jax"
     " generation.chunks generation.requests generation.sampling generation.settings generation.steps generation.stops",
     "generation.chunks": "",
     "generation.settings": "config sharding model kernels.dispatch jax generation.requests",

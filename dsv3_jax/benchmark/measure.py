@@ -107,7 +107,7 @@ class Run:
         prefills = [self._first_token() for _ in range(REPEATS)]
         started = self.start()
         cache, rows, _ = self.decode(started.cache, started.rows, WARM_UP)
-        lengths, times, tokens = np.asarray(cache.lengths), [], np.zeros(0)
+        lengths, times, tokens = lengths_of(cache), [], np.zeros(0)
         for _ in range(REPEATS):
             cache = self.rewind(cache, lengths)
             jax.block_until_ready((cache, rows))
@@ -152,6 +152,11 @@ class Run:
     def _experts_expected(self) -> float:
         e, k = self.engine.config.n_routed_experts, self.engine.config.num_experts_per_tok
         return e * (1 - (1 - k / e) ** (self.batch / self.groups))
+
+
+def lengths_of(cache: KVCache) -> np.ndarray:
+    """The slots in use of every row (B,), on the host; of several processes each gets all."""
+    return np.asarray(jax.sharding.reshard(cache.lengths, jax.P()))
 
 
 def hits_of(ids: np.ndarray, real: np.ndarray, groups: int) -> float:

@@ -9,7 +9,6 @@ import os
 from importlib import metadata
 
 import jax
-import numpy as np
 
 from dsv3_jax import cli
 from dsv3_jax.benchmark import measure, profile
@@ -139,7 +138,7 @@ def profile_row(run: measure.Run, at: measure.Started, folder: str, figures: dic
             cache, rows, _ = program(e.params, cache, rows)
         return rows
 
-    lengths = np.asarray(cache.lengths)
+    lengths = measure.lengths_of(cache)
     jax.block_until_ready(decode(measure.WARM_UP))  # CUDA graphs are made in the first calls
     cache = run.rewind(cache, lengths)
     events = profile.record(folder, lambda: decode(steps))

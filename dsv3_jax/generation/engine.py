@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dsv3_jax import distributed
 from dsv3_jax.checkpoint import load, store
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation import requests, steps
@@ -153,7 +154,8 @@ class Engine:
         """Complete any number of prompts, max_batch_size at a time, and return their completions in order.
 
         sampling: one for all prompts, or one each. stop_token_ids: None for the checkpoint's end-of-sequence ids, () for none.
-        on_token(i, token) is called on the host, in order, for each token of prompt i as it arrives; True ends that prompt.
+        on_token(i, token) is called on the host, in order, for each token of prompt i as it arrives; True ends that prompt. Of several
+        processes (dsv3_jax.distributed) each makes the same call, and what process 0's on_token says counts for all.
         Raises ValueError before anything runs for a prompt that does not pass `check_prompt` and for settings out of range, and
         RuntimeError if the model's logits are not finite.
         """
@@ -187,6 +189,10 @@ class Engine:
             for token in tokens:
                 for i, answer in enumerate(answers):
                     ended[i] |= answer.add(int(token[i]), first + i, on_token)
+            if distributed.count() > 1:  # on_token is process 0's, and the others must not wait for calls that it will not make
+                ended = distributed.broadcast(ended).astype(bool)
+                for answer, over in zip(answers, ended, strict=False):
+                    answer.reason = answer.reason or ("stop" if over else "")
             if all(a.reason for a in answers):
                 return [Completion(a.tokens, a.reason, len(a.request.tokens), first_token) for a in answers]
             if ended.any():
