@@ -27,6 +27,29 @@ script_of() {
   refuse "no script $name: name one of scripts/, such as generate or benchmark, or a file"
 }
 
+# read_options 'NAME ...' 'LIST ...' ARGUMENTS...: --NAME VALUE or --NAME=VALUE sets the variable NAME, --LIST VALUE appends to the array
+# LIST, up to the name of a script, which becomes `script`; what follows becomes `words`.
+read_options() {
+  local single=" $1 " several=" $2 " name
+  shift 2
+  while (($#)); do
+    case $1 in
+      --help | -h) show_help "${BASH_SOURCE[1]}" ;;
+      --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+      -*)
+        name=${1#--}
+        [[ $single$several == *" $name "* ]] || refuse "unknown option $1 (flags of the script come after its name)"
+        (($# > 1)) || refuse "$1 needs a value"
+        if [[ $single == *" $name "* ]]; then printf -v "$name" '%s' "$2"; else eval "$name+=(\"\$2\")"; fi
+        shift 2 ;;
+      *) break ;;
+    esac
+  done
+  (($#)) || refuse "name a script to run, such as generate"
+  script=$(script_of "$1")
+  words=("${@:2}")
+}
+
 # start RANK LOG COMMAND...: process RANK in the background; LOG '-' leaves it this terminal and its Ctrl-C.
 start() {
   local rank=$1 log=$2

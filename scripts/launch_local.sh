@@ -17,21 +17,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh"
 
 processes='' gpus=${CUDA_VISIBLE_DEVICES:-} cpu_devices='' port='' log_dir=''
-while (($#)); do
-  case $1 in
-    --help | -h) show_help "${BASH_SOURCE[0]}" ;;
-    --processes | --gpus | --cpu_devices | --port | --log_dir)
-      (($# > 1)) || refuse "$1 needs a value"
-      printf -v "${1#--}" '%s' "$2"
-      shift 2 ;;
-    --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
-    -*) refuse "unknown option $1 (flags of the script come after its name)" ;;
-    *) break ;;
-  esac
-done
-(($#)) || refuse "name a script to run, such as generate"
-script=$(script_of "$1")
-shift
+read_options 'processes gpus cpu_devices port log_dir' '' "$@"
 
 if [[ -z $cpu_devices ]]; then
   if [[ -z $gpus ]]; then gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,) || true; fi
@@ -62,7 +48,7 @@ for ((rank = 0; rank < processes; rank++)); do
   log=$log_dir/process_$rank.log
   if ((rank == 0)); then log=-; fi
   say "process $rank: $shown, output: ${log/#-/here}"
-  start "$rank" "$log" env "${devices[@]}" PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" "$script" "$@" \
+  start "$rank" "$log" env "${devices[@]}" PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" "$script" "${words[@]}" \
     --coordinator_address="127.0.0.1:$port" --num_processes="$processes" --process_id="$rank"
 done
 code=0

@@ -17,24 +17,7 @@ set -euo pipefail
 source "${DSV3_LAUNCH_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}/scripts/launch_common.sh"
 
 nodes=2 gpus_per_node=8 processes_per_node=1 log_dir=dsv3_logs sbatch=()
-while (($#)); do
-  case $1 in
-    --help | -h) show_help "${BASH_SOURCE[0]}" ;;
-    --sbatch)
-      (($# > 1)) || refuse "$1 needs a value"
-      sbatch+=("$2")
-      shift 2 ;;
-    --nodes | --gpus_per_node | --processes_per_node | --log_dir)
-      (($# > 1)) || refuse "$1 needs a value"
-      printf -v "${1#--}" '%s' "$2"
-      shift 2 ;;
-    --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
-    -*) refuse "unknown option $1 (flags of the script come after its name)" ;;
-    *) break ;;
-  esac
-done
-(($#)) || refuse "name a script to run, such as generate"
-script=$(script_of "$1")
+read_options 'nodes gpus_per_node processes_per_node log_dir' sbatch "$@"
 mkdir -p "$log_dir"
 log_dir=$(cd "$log_dir" && pwd)
 
@@ -44,7 +27,7 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
   say "log files: $log_dir/JOB.out and $log_dir/JOB_PROCESS.log"
   exec sbatch --job-name=dsv3 --nodes="$nodes" --ntasks-per-node="$processes_per_node" --gpus-per-node="$gpus_per_node" --exclusive \
     --output="$log_dir/%j.out" "${sbatch[@]}" "$root/scripts/launch_slurm.sh" --log_dir="$log_dir" \
-    --processes_per_node="$processes_per_node" "$script" "${@:2}"
+    --processes_per_node="$processes_per_node" "$script" "${words[@]}"
 fi
 
 mapfile -t names < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}")
@@ -59,4 +42,4 @@ else
   say "log files: $log_dir/${SLURM_JOB_ID}_PROCESS.log"
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec srun "${options[@]}" "$(python_of)" "$script" "${@:2}"
+exec srun "${options[@]}" "$(python_of)" "$script" "${words[@]}"

@@ -17,26 +17,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh"
 
 hosts='' hostfile='' port=12355 dir=$root log_dir='' env=()
-while (($#)); do
-  case $1 in
-    --help | -h) show_help "${BASH_SOURCE[0]}" ;;
-    --env)
-      [[ ${2:-} == *=* ]] || refuse "--env needs NAME=VALUE"
-      env+=("$2")
-      shift 2 ;;
-    --hosts | --hostfile | --port | --dir | --log_dir)
-      (($# > 1)) || refuse "$1 needs a value"
-      printf -v "${1#--}" '%s' "$2"
-      shift 2 ;;
-    --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
-    -*) refuse "unknown option $1 (flags of the script come after its name)" ;;
-    *) break ;;
-  esac
-done
-(($#)) || refuse "name a script to run, such as generate"
-script=$(script_of "$1")
+read_options 'hosts hostfile port dir log_dir' env "$@"
+for pair in "${env[@]}"; do [[ $pair == *=* ]] || refuse "--env $pair: must be NAME=VALUE"; done
 script=${script/#"$root"/"$dir"}
-shift
 if [[ -n $hostfile ]]; then
   [[ -r $hostfile ]] || refuse "--hostfile $hostfile cannot be read"
   hosts=$(sed 's/#.*//' "$hostfile" | xargs | tr ' ' ,)
@@ -65,7 +48,7 @@ for rank in "${!names[@]}"; do
     if [[ ! -t 0 ]]; then terminal=-T; fi
   fi
   say "process $rank: ${names[rank]}, all of its GPUs, output: ${log/#-/here}"
-  command=$(printf '%q ' cd "$dir")"&& exec "$(printf '%q ' env "${env[@]}" PYTHONPATH="$dir" "$python" "$script" "$@" \
+  command=$(printf '%q ' cd "$dir")"&& exec "$(printf '%q ' env "${env[@]}" PYTHONPATH="$dir" "$python" "$script" "${words[@]}" \
     --coordinator_address="$first:$port" --num_processes="${#names[@]}" --process_id="$rank")
   start "$rank" "$log" "${DSV3_SSH:-ssh}" "$terminal" -o BatchMode=yes "${names[rank]}" "$command"
 done
