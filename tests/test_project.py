@@ -47,7 +47,9 @@ TABLE = {
     "generation": "config jax generation",
     "generation.together": "distributed generation.requests generation.sampling",
     "generation.engine": "config sharding distributed model checkpoint jax"
-    " generation.chunks generation.requests generation.sampling generation.settings generation.steps generation.stops",
+    " generation.answer generation.chunks generation.requests generation.sampling generation.settings generation.steps"
+    " generation.stops",
+    "generation.answer": "generation.requests generation.steps",
     "generation.chunks": "",
     "generation.settings": "config sharding model kernels.dispatch jax generation.requests",
     "generation.sampling": "jax",

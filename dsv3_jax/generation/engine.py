@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from dsv3_jax.checkpoint import load, store
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation import requests, steps
 from dsv3_jax.generation import sampling as sampling_lib
+from dsv3_jax.generation.answer import Answer, OnToken
 from dsv3_jax.generation.chunks import Chunk, bucket, chunks
 from dsv3_jax.generation.requests import Request
 from dsv3_jax.generation.sampling import Sampling
@@ -31,8 +32,6 @@ from dsv3_jax.model.cache import KVCache, init_cache
 
 PREFILL_TOKENS = 8192  # of one data row's prompts in one prefill call: bounds activations
 LOGIT_TOKENS = 1024  # of all rows in one call that returns every token's logits, half a GB for a vocabulary of 129,280
-
-OnToken = Callable[[int, int], bool | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +174,7 @@ class Engine:
         cache, logits = self._read(prompts, cache)
         rows = self._choose(logits, cache.lengths, rows, mode=mode)
 
-        answers = [_Answer(r, set(stops)) for r in batch]
+        answers = [Answer(r, set(stops)) for r in batch]
         unread, chosen, longest, first_token = [rows.token[None]], 1, max(r.limit for r in batch), 0.0
         while True:
             # The host reads one call behind the device; only the first token waits for nothing else.
@@ -237,27 +236,3 @@ class Engine:
         data, slots = self.sharding.size("batch"), cache.layers[0][0].shape[1]
         for c in chunks(prompts, len(cache.lengths), data, budget, slots):
             yield c, tuple(jax.device_put(a, self.sharding.named("batch", *(None,) * (a.ndim - 1))) for a in (c.rows, c.tokens, c.new))
-
-
-@dataclasses.dataclass
-class _Answer:
-    """One prompt's answer as it grows on the host."""
-
-    request: Request
-    stops: set[int]
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    reason: str = ""
-
-    def add(self, token: int, index: int, on_token: OnToken | None) -> bool:
-        """Take the next token, unless the answer has ended; True if it ended here for a reason that the device does not know."""
-        if self.reason:
-            return False
-        if token == steps.BROKEN:
-            raise RuntimeError(f"prompt {index}: the model's logits are not finite; run verify.py on the checkpoint")
-        if token in self.stops:
-            self.reason = "stop"
-            return False
-        self.tokens.append(token)
-        asked = on_token is not None and bool(on_token(index, token))
-        self.reason = "stop" if asked else "length" if len(self.tokens) == self.request.limit else ""
-        return asked
